@@ -1,0 +1,1 @@
+"""Hydra configuration fragments; add ``pkg://trinity_loss.verl.conf`` to ``hydra.searchpath``."""
