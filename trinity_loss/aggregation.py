@@ -1,0 +1,348 @@
+"""Aggregation modes: a numerator, the count that this micro-batch holds, the count of the mini-batch.
+
+A loss term is a numerator over a denominator. The numerator adds up over micro-batches and ranks; the
+denominator belongs to the whole mini-batch. :func:`aggregate_loss` gives both for one batch in any layout;
+:class:`trinity_loss.EnginePolicyLoss` divides by what the engine counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trinity_loss.errors import ConfigError, FieldShapeError
+from trinity_loss.tokens import ResponseTokens, jagged_parts
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A numerator over a denominator; both add up over the pieces of a batch.
+
+    Attributes:
+        numerator: 0-d tensor, float32 or better.
+        denominator: 0-d tensor, float64 (float32 loses counts above 2²⁴).
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+
+    def value(self) -> Tensor:
+        """The quotient; 0, with the numerator's graph, where the denominator is 0."""
+        quotient = self.numerator / torch.where(self.denominator == 0, 1, self.denominator)
+        return quotient.to(self.numerator.dtype)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the engine, the trainer or the training worker counted over the mini-batch and all ranks.
+
+    Attributes:
+        dp_size: Ranks that the engine averages gradients over.
+        batch_num_tokens: Tokens of ``loss_mask`` (engine).
+        global_batch_size: Sequences, fully masked and synthetic ones included (trainer).
+        batch_num_prompts: Prompt groups (our training worker).
+        batch_num_valid_tokens: Tokens of ``response_mask``, after rejection (our training worker).
+        batch_num_nonempty_sequences: Sequences with a token that counts (our training worker).
+        batch_num_real_sequences: Sequences without synthetic padding rows (our training worker).
+    """
+
+    dp_size: int | None = None
+    batch_num_tokens: int | None = None
+    global_batch_size: int | None = None
+    batch_num_prompts: int | None = None
+    batch_num_valid_tokens: int | None = None
+    batch_num_nonempty_sequences: int | None = None
+    batch_num_real_sequences: int | None = None
+
+
+@dataclass(frozen=True)
+class AggregationMode:
+    """A mode with its arguments. Subclass it to add one, see :func:`register_aggregation_mode`.
+
+    A subclass gives either :meth:`sequence_weights` (every built-in mode is a weighted sum of token
+    losses) or its own :meth:`numerator`, and :meth:`local_count` with :attr:`total`.
+
+    Attributes:
+        loss_scale_factor: Constant divisor, for the modes that have one.
+        count_empty_sequences: Whether fully masked sequences count in a denominator of sequences.
+        count_padding_rows: Whether the synthetic rows that verl appends count as sequences.
+        count_rejected_tokens: Whether a denominator of tokens counts those that rejection masked later.
+    """
+
+    loss_scale_factor: float | None = None
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
+    count_rejected_tokens: bool = True
+
+    has_scale_factor: ClassVar[bool] = False
+    needs_prompt_groups: ClassVar[bool] = False
+
+    @property
+    def total(self) -> str | None:
+        """The field of :class:`Totals` that is this mode's denominator; None for a plain sum."""
+        raise NotImplementedError
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        """0-d: this micro-batch's part of the denominator."""
+        raise NotImplementedError
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor | None:
+        """Weight [S] of the token losses of each sequence; None for 1."""
+        return None
+
+    def token_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        """Weight [N] of each token loss in the numerator, 0 where the mask is."""
+        indicator = tokens.mask.to(dtype)
+        weights = self.sequence_weights(tokens, dtype)
+        return indicator if weights is None else indicator * tokens.per_token(weights)
+
+    def numerator(self, losses: Tensor, tokens: ResponseTokens) -> Tensor:
+        """0-d: sum over the sequences of token losses [N], finite where uncounted; differentiable."""
+        return (losses * self.token_weights(tokens, losses.dtype)).sum()
+
+    def linearize(self, losses: Tensor, tokens: ResponseTokens) -> Tensor:
+        """Derivative [N] of the numerator with respect to the token losses, at these losses."""
+        if type(self).numerator is AggregationMode.numerator:
+            return self.token_weights(tokens, losses.dtype)
+        with torch.enable_grad():
+            leaf = losses.detach().requires_grad_()
+            return torch.autograd.grad(self.numerator(leaf, tokens), leaf)[0]
+
+    def _check_scale_factor(self, name: str) -> None:
+        factor = self.loss_scale_factor
+        if not self.has_scale_factor:
+            if factor is not None:
+                raise ConfigError(f"loss_scale_factor is {factor!r}, but loss_agg_mode {name!r} has no divisor")
+            return
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
+            raise ConfigError(
+                f"loss_scale_factor is {factor!r}; loss_agg_mode {name!r} needs a positive finite number, "
+                "for instance the longest response allowed (a padded width depends on the cut)"
+            )
+
+
+@dataclass(frozen=True)
+class TokenMean(AggregationMode):
+    """Mean over the tokens of the mini-batch."""
+
+    @property
+    def total(self) -> str:
+        return "batch_num_tokens" if self.count_rejected_tokens else "batch_num_valid_tokens"
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        return tokens.num_denominator_tokens if self.count_rejected_tokens else tokens.num_tokens
+
+
+@dataclass(frozen=True)
+class TokenSum(AggregationMode):
+    """Sum over tokens: no denominator."""
+
+    @property
+    def total(self) -> None:
+        return None
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        return torch.ones((), dtype=torch.int64, device=tokens.mask.device)
+
+
+@dataclass(frozen=True)
+class Constant(TokenSum):
+    """Sum over tokens, divided by a constant of the run."""
+
+    has_scale_factor: ClassVar[bool] = True
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        assert self.loss_scale_factor is not None
+        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSum(AggregationMode):
+    """Sum over the tokens of a sequence, mean over sequences."""
+
+    @property
+    def total(self) -> str:
+        if not self.count_empty_sequences:
+            return "batch_num_nonempty_sequences"
+        return "global_batch_size" if self.count_padding_rows else "batch_num_real_sequences"
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        return tokens.num_sequences if self.count_empty_sequences else tokens.num_nonempty_sequences
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenMean(SeqMeanTokenSum):
+    """Mean over the tokens of a sequence, mean over sequences."""
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        return tokens.counts.clamp(min=1).to(dtype).reciprocal()
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSumNorm(SeqMeanTokenSum):
+    """Sum over the tokens of a sequence, divided by a constant, mean over sequences."""
+
+    has_scale_factor: ClassVar[bool] = True
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        assert self.loss_scale_factor is not None
+        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
+
+
+@dataclass(frozen=True)
+class PromptMean(AggregationMode):
+    """Mean over the tokens of a prompt group, mean over prompt groups."""
+
+    needs_prompt_groups: ClassVar[bool] = True
+
+    @property
+    def total(self) -> str:
+        return "batch_num_prompts"
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        if tokens.num_groups is None:
+            raise FieldShapeError("loss_agg_mode 'prompt-mean' needs prompt groups: pass prompt_ids")
+        return tokens.num_groups
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        if tokens.group_num_tokens is None:
+            raise FieldShapeError("loss_agg_mode 'prompt-mean' needs prompt groups: pass prompt_ids")
+        return tokens.group_num_tokens.clamp(min=1).to(dtype).reciprocal()
+
+
+_MODES: dict[str, Callable[..., AggregationMode]] = {
+    "token-mean": TokenMean,
+    "token-sum": TokenSum,
+    "seq-mean-token-sum": SeqMeanTokenSum,
+    "seq-mean-token-mean": SeqMeanTokenMean,
+    "seq-mean-token-sum-norm": SeqMeanTokenSumNorm,
+    "prompt-mean": PromptMean,
+    "constant": Constant,
+}
+
+
+def aggregation_mode_names() -> tuple[str, ...]:
+    """Names that ``loss_agg_mode`` accepts."""
+    return tuple(_MODES)
+
+
+def has_scale_factor(loss_agg_mode: str) -> bool:
+    """Whether the mode of that name divides by a constant of the run."""
+    return getattr(_MODES.get(loss_agg_mode), "has_scale_factor", False)
+
+
+def register_aggregation_mode(name: str, mode: Callable[..., AggregationMode]) -> None:
+    """Adds a mode of your own under a name that ``loss_agg_mode`` then accepts.
+
+    Args:
+        name: New name.
+        mode: Subclass of :class:`AggregationMode`, or a callable that takes its arguments and makes one.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if name in _MODES:
+        raise ConfigError(f"loss_agg_mode {name!r} exists already")
+    _MODES[name] = mode
+
+
+def make_aggregation_mode(
+    loss_agg_mode: str,
+    *,
+    loss_scale_factor: float | None = None,
+    count_empty_sequences: bool = True,
+    count_padding_rows: bool = True,
+    count_rejected_tokens: bool = True,
+) -> AggregationMode:
+    """The mode of that name with its arguments.
+
+    Raises:
+        ConfigError: Unknown name; a divisor missing, not positive, not finite or without use.
+    """
+    if loss_agg_mode not in _MODES:
+        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}; expected one of {', '.join(_MODES)}")
+    mode = _MODES[loss_agg_mode](
+        loss_scale_factor=loss_scale_factor,
+        count_empty_sequences=count_empty_sequences,
+        count_padding_rows=count_padding_rows,
+        count_rejected_tokens=count_rejected_tokens,
+    )
+    mode._check_scale_factor(loss_agg_mode)
+    return mode
+
+
+def aggregate_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    segment_ids: Tensor | None = None,
+    prompt_ids: Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    count_empty_sequences: bool = True,
+) -> Ratio:
+    """Aggregates token losses of one batch to a numerator and a denominator.
+
+    Args:
+        loss_mat: Token losses, floating point [rows, T], or a jagged nested tensor.
+        loss_mask: Same shape (or jagged with the same lengths); non-zero counts.
+        loss_agg_mode: A mode, see :func:`aggregation_mode_names`.
+        segment_ids: Integers [rows, T] for packed rows, 0 is padding; without them a row is a sequence.
+        prompt_ids: Integer ids of prompt groups for ``prompt-mean``: [rows], or [rows, T] when packed.
+        loss_scale_factor: Divisor of ``seq-mean-token-sum-norm`` and ``constant``.
+        count_empty_sequences: Whether fully masked sequences count in the denominator.
+
+    Returns:
+        Numerator and denominator, 0-d tensors. Both add up over the pieces of a batch
+        where the denominator is a count; that of ``token-sum`` and ``constant`` is 1.
+
+    Raises:
+        ConfigError: The mode or its divisor is not valid.
+        FieldShapeError: Shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> losses = torch.tensor([[9., 2, 4, 6, 0], [8, 10, 0, 0, 0], [0, 0, 0, 0, 0]])
+        >>> mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+        >>> segments = torch.tensor([[1, 1, 1, 2, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+        >>> aggregate_loss(losses, mask, "token-mean", segment_ids=segments).value().item()
+        6.0
+        >>> aggregate_loss(losses, mask, "seq-mean-token-mean", segment_ids=segments).value().item()
+        6.0
+    """
+    mode = make_aggregation_mode(
+        loss_agg_mode, loss_scale_factor=loss_scale_factor, count_empty_sequences=count_empty_sequences
+    )
+    if loss_mat.is_nested:
+        if not loss_mask.is_nested or segment_ids is not None:
+            raise FieldShapeError("loss_mat is jagged; loss_mask must be jagged too, segment_ids None")
+        (losses, _), (mask, offsets) = jagged_parts(loss_mat), jagged_parts(loss_mask)
+        if losses.shape != mask.shape:
+            raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {mask.numel()}")
+        tokens = ResponseTokens.from_jagged(mask, offsets)
+    else:
+        if loss_mat.shape != loss_mask.shape:
+            raise FieldShapeError(
+                f"loss_mask has shape {list(loss_mask.shape)}; expected that of loss_mat, {list(loss_mat.shape)}"
+            )
+        losses = loss_mat.reshape(-1)
+        if segment_ids is None:
+            tokens = ResponseTokens.from_padded(loss_mask)
+        else:
+            tokens = ResponseTokens.from_packed(loss_mask, segment_ids)
+    if mode.needs_prompt_groups and prompt_ids is not None:
+        expected = [tokens.size] if segment_ids is not None else [tokens.num_slots]
+        if prompt_ids.numel() != expected[0]:
+            raise FieldShapeError(
+                f"prompt_ids has shape {list(prompt_ids.shape)}; expected one id per "
+                f"{'token' if segment_ids is not None else 'row'}, {expected[0]} in all"
+            )
+        tokens = tokens.with_prompt_groups(prompt_ids.reshape(-1))
+    dtype = torch.promote_types(losses.dtype, torch.float32)
+    selected = tokens.select(losses).to(dtype)
+    return Ratio(mode.numerator(selected, tokens), mode.local_count(tokens).to(torch.float64))

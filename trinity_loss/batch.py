@@ -1,0 +1,419 @@
+"""An engine micro-batch: its response tokens, its fields as flat vectors, the mini-batch's totals.
+
+Three layouts arrive here and none of them leaves:
+
+- *nested* (verl v1): fields are jagged over the responses, the model output is jagged over prompt + response;
+- *padded* (verl v0): fields are [rows, T], the model output is jagged over prompt + response;
+- *dense*: fields and model output are [rows, T], aligned to the response tokens; with ``segment_ids``
+  [rows, T] several sequences share a row.
+
+The log-probability of response token t stands one place to the left in the model output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack
+from torch import Tensor
+
+from trinity_loss.aggregation import Totals
+from trinity_loss.errors import FieldShapeError, MissingFieldError, NonFiniteError, TotalsError
+from trinity_loss.tokens import ResponseTokens, jagged_parts
+
+#: A TensorDict, or any mapping.
+MicroBatchData: TypeAlias = Mapping[str, Any]
+
+#: How to make verl send a field that is missing.
+_SWITCHES = {
+    "ref_log_prob": "actor_rollout_ref.actor.use_kl_loss=True makes verl compute it",
+    "rollout_log_probs": "actor_rollout_ref.rollout.calculate_log_probs=True makes the rollout return it",
+    "rollout_is_weights": "algorithm.rollout_correction.rollout_is makes verl compute it",
+    "entropy": "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it",
+}
+
+
+def get_value(data: MicroBatchData, key: str) -> Any:
+    """The value of ``key`` without its NonTensorData wrapping; a stack becomes a list; None if missing."""
+    value = data.get(key, None)
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+def read_totals(data: MicroBatchData) -> Totals:
+    """Reads what was counted over the mini-batch.
+
+    Args:
+        data: Micro-batch; each field of :class:`Totals` may be an int, a NonTensorData or a one-element
+            tensor, or missing.
+
+    Raises:
+        TotalsError: A value is negative or not a whole number.
+    """
+    return Totals(**{name: _whole_number(name, get_value(data, name)) for name in Totals.__dataclass_fields__})
+
+
+def _whole_number(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor | np.generic | np.ndarray) and np.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Integral | Real) or value != value or value < 0:
+        raise TotalsError(f"{name} is {value!r}; expected a whole number, 0 or more")
+    whole = int(value)  # type: ignore[call-overload]
+    if whole != value or (name == "dp_size" and value == 0):
+        raise TotalsError(f"{name} is {value!r}; expected a whole number{' above 0' if name == 'dp_size' else ''}")
+    return whole
+
+
+def is_padding_row(uid: object) -> bool:
+    """Whether verl's v1 trainer made this row up to make the batch divide evenly."""
+    return str(uid).startswith("pad")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tensor of the model output: flat, with its graph, and where the response tokens stand in it.
+
+    Attributes:
+        values: [M], with the model's graph.
+        index: int64 [N] into ``values``; None where the tokens are the values.
+    """
+
+    values: Tensor
+    index: Tensor | None
+
+    def gather(self) -> Tensor:
+        """The response tokens' values [N], without a graph, in float32 or better."""
+        values = self.values.detach()
+        if self.index is not None:
+            values = values.index_select(0, self.index)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def scatter(self, gradient: Tensor) -> Tensor:
+        """A gradient [N] of the response tokens as the gradient [M] of ``values``."""
+        gradient = gradient.to(self.values.dtype)
+        if self.index is None:
+            return gradient
+        return torch.zeros_like(self.values).scatter_(0, self.index, gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """A micro-batch in whatever layout, read as flat response tokens.
+
+    Attributes:
+        data: What the engine passed.
+        tokens: The response tokens.
+        log_probs: The policy's log-probabilities.
+        entropy: The policy's entropies, or None.
+        totals: What was counted over the mini-batch.
+        shape: Shape that a dense field must have, None in the nested layout.
+        faults: 0-d bool tensors on the device, true where the micro-batch contradicts itself, with the
+            message to raise then.
+    """
+
+    data: MicroBatchData
+    tokens: ResponseTokens
+    log_probs: Source
+    entropy: Source | None
+    totals: Totals
+    shape: torch.Size | None
+    faults: list[tuple[Tensor, str]] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that everything is computed in: float32, or float64 where the log-probs are."""
+        return torch.promote_types(self.log_probs.values.dtype, torch.float32)
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """Log-probabilities [N] without a graph, 0 at uncounted tokens."""
+        return self.tokens.select(self.log_probs.gather())
+
+    def has(self, name: str) -> bool:
+        """Whether the micro-batch has a field of that name."""
+        return self.data.get(name, None) is not None
+
+    def read(self, name: str) -> Tensor:
+        """A field [N] in the type of computation, 0 at uncounted tokens.
+
+        Args:
+            name: Key; the field is aligned to the response tokens, or [rows, 1] for one value per sequence.
+
+        Raises:
+            MissingFieldError: It is not there.
+            FieldShapeError: It does not fit the response tokens.
+        """
+        return self.tokens.select(self._flat(name).to(self.dtype))
+
+    def _flat(self, name: str) -> Tensor:
+        value = get_value(self.data, name)
+        if value is None:
+            hint = f"; {_SWITCHES[name]}" if name in _SWITCHES else ""
+            raise MissingFieldError(
+                f"the micro-batch has no {name!r}, expected aligned to the {self.tokens.size} response "
+                f"tokens{hint}; it has {', '.join(sorted(map(str, self.data.keys())))}"
+            )
+        if not isinstance(value, Tensor):
+            raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
+        if value.is_nested:
+            values, offsets = jagged_parts(value)
+            if self.shape is not None or values.shape != (self.tokens.size,):
+                raise FieldShapeError(
+                    f"{name} is jagged with {list(values.shape)} values; expected "
+                    f"{self._expected()}, like response_mask"
+                )
+            self.faults.append(
+                (
+                    (offsets != self.tokens.offsets).any(),
+                    f"{name} is jagged with other sequence lengths than response_mask",
+                )
+            )
+            return values
+        if self.shape is not None and value.shape == self.shape:
+            return value.reshape(-1)
+        if self.tokens.offsets is not None and value.shape == (self.tokens.num_slots, 1):
+            return self.tokens.per_token(value.reshape(-1))
+        raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected {self._expected()}")
+
+    def _expected(self) -> str:
+        if self.shape is None:
+            return f"a jagged tensor of {self.tokens.size} response tokens, or [{self.tokens.num_slots}, 1]"
+        per_sequence = "" if self.tokens.offsets is None else f" or [{self.shape[0]}, 1]"
+        return f"{list(self.shape)}{per_sequence}"
+
+    def prompt_num_tokens(self) -> Tensor:
+        """``prompt_num_tokens`` as one count per sequence slot, int64 [S].
+
+        Raises:
+            FieldShapeError: It is neither [rows] nor, for packed rows, [rows, T].
+        """
+        value, tokens = get_value(self.data, "prompt_num_tokens"), self.tokens
+        expected = [tokens.num_slots] if tokens.offsets is not None else list(self.shape or ())
+        if not isinstance(value, Tensor) or list(value.shape) != expected:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise FieldShapeError(f"prompt_num_tokens is {shape}; expected {expected}")
+        if tokens.offsets is not None:
+            return value.to(torch.int64)
+        zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
+        return zeros.scatter_(0, tokens.sequence, value.reshape(-1).to(torch.int64))
+
+    def check_finite(self, name: str, values: Tensor) -> None:
+        """Raises :class:`NonFiniteError` naming the first counted token of values [N] that is not finite."""
+        bad = torch.nonzero(~torch.isfinite(values) & self.tokens.mask).reshape(-1)
+        if bad.numel() == 0:
+            return
+        first = int(bad[0])
+        sequence = int(self.tokens.sequence[first])
+        position = int((self.tokens.sequence[:first] == sequence).sum())
+        raise NonFiniteError(
+            f"{name} is {values[first].item()} at response token {position} of sequence {sequence} of this "
+            f"micro-batch, which response_mask counts ({bad.numel()} such tokens); expected finite numbers"
+        )
+
+
+def read_micro_batch(
+    model_output: Mapping[str, Any], data: MicroBatchData, *, count_padding_rows: bool = True
+) -> MicroBatch:
+    """Reads an engine micro-batch in any of the three layouts.
+
+    Args:
+        model_output: ``log_probs`` and, where computed, ``entropy``.
+        data: The micro-batch, ``response_mask`` and the fields that the loss needs.
+        count_padding_rows: Whether the synthetic rows of verl's v1 trainer count as sequences.
+
+    Raises:
+        MissingFieldError: ``log_probs`` or ``response_mask`` is missing.
+        FieldShapeError: They do not fit each other.
+    """
+    log_probs = model_output.get("log_probs", None)
+    if log_probs is None:
+        raise MissingFieldError("the model output has no 'log_probs'")
+    mask = get_value(data, "response_mask")
+    if not isinstance(mask, Tensor):
+        raise MissingFieldError("the micro-batch has no tensor 'response_mask'")
+    entropy = model_output.get("entropy", None)
+    faults: list[tuple[Tensor, str]] = []
+    shape: torch.Size | None = None
+    if mask.is_nested:
+        tokens = ResponseTokens.from_jagged(*jagged_parts(mask))
+        index = _nested_index(log_probs, data, tokens, faults)
+    else:
+        if mask.dim() != 2:
+            raise FieldShapeError(f"response_mask has shape {list(mask.shape)}; expected [rows, T]")
+        shape = mask.shape
+        segment_ids = get_value(data, "segment_ids")
+        if segment_ids is None:
+            tokens = ResponseTokens.from_padded(mask)
+        else:
+            tokens = ResponseTokens.from_packed(mask, segment_ids)
+        index = None
+        if log_probs.is_nested or log_probs.dim() == 1:
+            if segment_ids is not None:
+                raise FieldShapeError("with segment_ids, log_probs must be dense [rows, T] like response_mask")
+            index = _padded_index(log_probs, data, tokens, shape, faults)
+        elif log_probs.shape != shape:
+            raise FieldShapeError(
+                f"log_probs has shape {list(log_probs.shape)}; expected that of response_mask, {list(shape)}, "
+                "or a jagged tensor over prompt + response"
+            )
+    if not count_padding_rows:
+        tokens = _without_padding_rows(tokens, data)
+    source = Source(_flat_values(log_probs), index)
+    return MicroBatch(
+        data=data,
+        tokens=tokens,
+        log_probs=source,
+        entropy=None if entropy is None else _entropy_source(entropy, source),
+        totals=read_totals(data),
+        shape=shape,
+        faults=faults,
+    )
+
+
+def _flat_values(tensor: Tensor) -> Tensor:
+    return jagged_parts(tensor)[0] if tensor.is_nested else tensor.reshape(-1)
+
+
+def _entropy_source(entropy: Tensor, log_probs: Source) -> Source:
+    values = _flat_values(entropy)
+    if values.shape != log_probs.values.shape:
+        raise FieldShapeError(
+            f"entropy holds {list(values.shape)} values; expected as many as log_probs, {list(log_probs.values.shape)}"
+        )
+    return Source(values, log_probs.index)
+
+
+def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, str]]) -> Tensor:
+    """Where each sequence (prompt + response) ends in the flat model output, int64 [S]."""
+    if not log_probs.is_nested:
+        return total_lengths.cumsum(0)
+    _, offsets = jagged_parts(log_probs)
+    if offsets.numel() != total_lengths.numel() + 1:
+        raise FieldShapeError(
+            f"log_probs is jagged with {offsets.numel() - 1} sequences; response_mask has {total_lengths.numel()}"
+        )
+    faults.append(
+        (
+            (offsets.diff() != total_lengths).any(),
+            "log_probs is jagged with other lengths than prompt + response of each sequence",
+        )
+    )
+    return offsets[1:]
+
+
+def _nested_index(
+    log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: list[tuple[Tensor, str]]
+) -> Tensor:
+    prompts = get_value(data, "prompts")
+    if not isinstance(prompts, Tensor) or not prompts.is_nested:
+        raise MissingFieldError("response_mask is jagged, so a jagged 'prompts' is needed to place the responses")
+    if not log_probs.is_nested and log_probs.dim() != 1:
+        raise FieldShapeError(
+            f"response_mask is jagged but log_probs has shape {list(log_probs.shape)}; expected a jagged tensor "
+            "over prompt + response, or its values [tokens]"
+        )
+    prompt_lengths = jagged_parts(prompts)[1].diff()
+    if prompt_lengths.numel() != tokens.num_slots:
+        raise FieldShapeError(f"prompts holds {prompt_lengths.numel()} sequences; response_mask {tokens.num_slots}")
+    faults.append(((prompt_lengths < 1).any(), "a prompt is empty; the first response token needs one before it"))
+    ends = _sequence_ends(log_probs, prompt_lengths + tokens.lengths, faults)
+    assert tokens.offsets is not None
+    shift = ends - 1 - tokens.offsets[1:]
+    return torch.arange(tokens.size, device=shift.device) + torch.repeat_interleave(
+        shift, tokens.lengths, output_size=tokens.size
+    )
+
+
+def _padded_index(
+    log_probs: Tensor,
+    data: MicroBatchData,
+    tokens: ResponseTokens,
+    shape: torch.Size,
+    faults: list[tuple[Tensor, str]],
+) -> Tensor:
+    prompts, attention_mask = get_value(data, "prompts"), get_value(data, "attention_mask")
+    if not isinstance(prompts, Tensor) or not isinstance(attention_mask, Tensor):
+        raise MissingFieldError(
+            "log_probs is jagged over prompt + response and response_mask is padded, so 'prompts' and "
+            "'attention_mask' are needed to place the responses"
+        )
+    rows, width = shape
+    prompt_width = prompts.shape[1]
+    if attention_mask.shape != (rows, prompt_width + width):
+        raise FieldShapeError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [{rows}, {prompt_width + width}], "
+            "the width of prompts and of response_mask together"
+        )
+    prompt_lengths = attention_mask[:, :prompt_width].sum(1)
+    lengths = attention_mask[:, prompt_width:].sum(1)
+    faults.append(((prompt_lengths < 1).any(), "a prompt is empty; the first response token needs one before it"))
+    ends = _sequence_ends(log_probs, prompt_lengths + lengths, faults)
+    position = torch.arange(width, device=lengths.device)
+    beyond = position >= lengths[:, None]
+    faults.append(
+        (
+            (beyond.reshape(-1) & tokens.mask).any(),
+            "response_mask counts tokens that attention_mask leaves out",
+        )
+    )
+    start = ends - lengths - 1
+    # Padding takes the sequence's last place, which predicts no response token: nobody else's gradient is there.
+    return torch.where(beyond, ends[:, None] - 1, start[:, None] + position).reshape(-1)
+
+
+def _without_padding_rows(tokens: ResponseTokens, data: MicroBatchData) -> ResponseTokens:
+    uids = get_value(data, "uid")
+    if uids is None:
+        raise MissingFieldError("count_padding_rows=False needs 'uid' to tell the synthetic rows of the batch")
+    if tokens.offsets is None:
+        raise FieldShapeError("count_padding_rows=False needs one uid per row; packed rows have none")
+    if len(uids) != tokens.num_slots:
+        raise FieldShapeError(f"uid has {len(uids)} entries; expected one per row, {tokens.num_slots}")
+    real = torch.tensor([not is_padding_row(uid) for uid in uids], dtype=torch.bool)
+    return replace(tokens, exists=real.to(tokens.mask.device, non_blocking=True))
+
+
+def local_prompt_ids(batch: MicroBatch) -> Tensor:
+    """Ids of the prompt groups of a micro-batch by itself: from ``prompt_ids``, ``uid``, or equal prompts.
+
+    Returns:
+        int64 [S], or [N] for packed rows, which need ``prompt_ids`` [rows, T].
+
+    Raises:
+        MissingFieldError: None of the three is there.
+    """
+    data, tokens = batch.data, batch.tokens
+    ids = get_value(data, "prompt_ids")
+    if isinstance(ids, Tensor):
+        expected = tokens.num_slots if tokens.offsets is not None else tokens.size
+        if ids.numel() != expected:
+            raise FieldShapeError(f"prompt_ids has shape {list(ids.shape)}; expected {expected} ids")
+        return ids.reshape(-1)
+    if tokens.offsets is None:
+        raise MissingFieldError("packed rows need 'prompt_ids' [rows, T] to tell prompt groups")
+    return torch.tensor(number_keys(prompt_keys(data)), dtype=torch.int64).to(tokens.mask.device)
+
+
+def prompt_keys(data: MicroBatchData) -> list[Any]:
+    """What tells the prompt of each row: its ``uid``, else the prompt's tokens (read to the host)."""
+    uids, prompts = get_value(data, "uid"), get_value(data, "prompts")
+    if uids is not None:
+        return list(uids)
+    if not isinstance(prompts, Tensor):
+        raise MissingFieldError("prompt groups need 'uid' or 'prompts'")
+    return [tuple(row.tolist()) for row in prompts.unbind()]
+
+
+def number_keys(keys: list[Any]) -> list[int]:
+    """Equal keys as equal numbers, in order of appearance."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

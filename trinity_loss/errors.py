@@ -1,0 +1,34 @@
+"""What can be wrong with a configuration or a batch, one class each.
+
+Every message names the field, what it was and what was expected.
+"""
+
+from __future__ import annotations
+
+
+class TrinityLossError(ValueError):
+    """Base class of all errors that this package raises on bad input."""
+
+
+class ConfigError(TrinityLossError):
+    """A configuration that cannot mean what it says; raised when the configuration is made."""
+
+
+class BatchError(TrinityLossError):
+    """Base class: a micro-batch does not fit the configuration or itself."""
+
+
+class MissingFieldError(BatchError):
+    """A field that the configured loss reads is not in the micro-batch or the model output."""
+
+
+class FieldShapeError(BatchError):
+    """A field has a shape, a type or sequence lengths that do not fit the response tokens."""
+
+
+class NonFiniteError(BatchError):
+    """NaN or infinity at a token that the loss mask counts."""
+
+
+class TotalsError(BatchError):
+    """The totals of the mini-batch are missing, negative or smaller than what this micro-batch holds."""

@@ -1,0 +1,91 @@
+"""KL estimators, token by token, with their derivatives.
+
+Names and clamps are verl's (``kl_penalty`` in ``verl/trainer/ppo/core_algos.py``); the estimators are
+John Schulman's, http://joschu.net/blog/kl-approx.html. With a trailing ``+`` the value is the estimator's
+and the gradient that of ``k2``, whose expectation is the gradient of the KL divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trinity_loss.errors import ConfigError
+
+ValueAndDerivative = tuple[Tensor, Tensor]
+
+_INPUT_LIMIT = 20.0
+_OUTPUT_LIMIT = 10.0
+
+
+def _k1(difference: Tensor) -> ValueAndDerivative:
+    return difference, torch.ones_like(difference)
+
+
+def _abs(difference: Tensor) -> ValueAndDerivative:
+    return difference.abs(), difference.sign()
+
+
+def _k2(difference: Tensor) -> ValueAndDerivative:
+    return 0.5 * difference.square(), difference
+
+
+def _k3(difference: Tensor) -> ValueAndDerivative:
+    # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
+    negative = (-difference).clamp(-_INPUT_LIMIT, _INPUT_LIMIT)
+    growth = torch.expm1(negative)
+    unclamped = growth - negative
+    value = unclamped.clamp(max=_OUTPUT_LIMIT)
+    inside = torch.le(unclamped, _OUTPUT_LIMIT, out=torch.empty_like(value))
+    if_not_clamped = torch.le(difference.abs(), _INPUT_LIMIT, out=torch.empty_like(value))
+    return value, -growth * inside * if_not_clamped
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": _abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
+
+KL_TYPES: tuple[str, ...] = tuple(name + plus for name in _ESTIMATORS for plus in ("", "+"))
+
+
+def check_kl_type(kl_loss_type: str) -> None:
+    """Raises :class:`ConfigError` unless ``kl_loss_type`` is one of :data:`KL_TYPES`."""
+    if kl_loss_type not in KL_TYPES:
+        raise ConfigError(f"kl_loss_type is {kl_loss_type!r}; expected one of {', '.join(KL_TYPES)}")
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> ValueAndDerivative:
+    """Estimates KL(policy ‖ reference) at each token.
+
+    Args:
+        log_prob: Log-probabilities under the policy, float32 or float64, any shape.
+        ref_log_prob: Those under the reference, same shape.
+        kl_loss_type: One of :data:`KL_TYPES`.
+
+    Returns:
+        The estimate and its derivative with respect to ``log_prob``, both of the inputs' shape, without
+        a graph.
+
+    Raises:
+        ConfigError: Unknown ``kl_loss_type``.
+
+    Example:
+        >>> value, derivative = kl_penalty(torch.tensor(-1.0), torch.tensor(-1.5), "low_var_kl")
+        >>> round(value.item(), 5), round(derivative.item(), 5)
+        (0.10653, 0.39347)
+    """
+    check_kl_type(kl_loss_type)
+    with torch.no_grad():
+        difference = log_prob - ref_log_prob
+        value, derivative = _ESTIMATORS[kl_loss_type.removesuffix("+")](difference)
+        if kl_loss_type.endswith("+"):
+            derivative = difference
+        return value, derivative
