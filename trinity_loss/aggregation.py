@@ -342,7 +342,7 @@ def aggregate_loss(
                 f"prompt_ids has shape {list(prompt_ids.shape)}; expected one id per "
                 f"{'token' if segment_ids is not None else 'row'}, {expected[0]} in all"
             )
-        tokens = tokens.with_prompt_groups(prompt_ids.reshape(-1))
+        tokens = tokens.with_prompt_groups(prompt_ids.reshape(-1), count_empty=count_empty_sequences)
     dtype = torch.promote_types(losses.dtype, torch.float32)
     selected = tokens.select(losses).to(dtype)
     return Ratio(mode.numerator(selected, tokens), mode.local_count(tokens).to(torch.float64))

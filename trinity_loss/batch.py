@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -173,7 +173,7 @@ class MicroBatch:
                 )
             self.faults.append(
                 (
-                    (offsets != self.tokens.offsets).any(),
+                    torch.ne(offsets, cast(Tensor, self.tokens.offsets)).any(),
                     f"{name} is jagged with other sequence lengths than response_mask",
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter
 from typing import Any
 
@@ -227,6 +227,14 @@ class TrinityPolicyLoss:
         self._policy_arguments = config.policy_arguments
         self._modes = config.aggregation_modes
 
+    def __repr__(self) -> str:
+        changed = (
+            f"{f.name}={getattr(self.config, f.name)!r}"
+            for f in fields(self.config)
+            if f.name in ("loss_mode", "loss_agg_mode") or getattr(self.config, f.name) != getattr(LossConfig(), f.name)
+        )
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.config,)
 
@@ -353,7 +361,7 @@ class TrinityPolicyLoss:
         return loss.to(batch.dtype), gradients
 
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:
-        return batch.tokens.with_prompt_groups(local_prompt_ids(batch))
+        return batch.tokens.with_prompt_groups(local_prompt_ids(batch), count_empty=self.config.count_empty_sequences)
 
     def _scale(self, mode: AggregationMode, count: Tensor, totals: Totals) -> Tensor | float:
         """What a numerator is multiplied by; here one over the count of this batch."""

@@ -174,11 +174,12 @@ class ResponseTokens:
         """int64 0-d: sequences with at least one token that counts."""
         return (self.counts > 0).sum()
 
-    def with_prompt_groups(self, prompt_ids: Tensor) -> ResponseTokens:
+    def with_prompt_groups(self, prompt_ids: Tensor, *, count_empty: bool = True) -> ResponseTokens:
         """The same tokens with prompt groups counted here.
 
         Args:
-            prompt_ids: Integer ids, [S] per sequence, or [N] per token.
+            prompt_ids: Integer ids, [S] per sequence; for packed rows [N] per token.
+            count_empty: Whether a group without any token that counts is a group.
 
         Example:
             >>> import torch
@@ -193,8 +194,9 @@ class ResponseTokens:
         labels, _ = group_labels(prompt_ids)
         zeros = torch.zeros_like(self.counts)
         sizes = zeros.index_add(0, labels, self.counts)
-        here = torch.ones_like(self.counts) if self.exists is None else self.exists.to(torch.int64)
-        num_groups = (zeros.index_add(0, labels, here) > 0).sum()
+        exists = torch.ones_like(self.counts) if self.exists is None else self.exists.to(torch.int64)
+        members = zeros.index_add(0, labels, exists) if count_empty else sizes
+        num_groups = (members > 0).sum()
         return replace(self, group_num_tokens=sizes.index_select(0, labels), num_groups=num_groups)
 
     def sum_per_sequence(self, values: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""The Hydra configuration that selects the loss, and what verl's actor configuration says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional, cast
+
+from verl.workers.config import ActorConfig
+from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
+
+from trinity_loss.aggregation import aggregation_mode_names
+from trinity_loss.errors import ConfigError
+from trinity_loss.loss import LossConfig
+from trinity_loss.policy import get_policy_loss
+from trinity_loss.verl.worker import install
+
+#: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
+_VERL_ARGUMENTS = {"tau_pos": "actor", "tau_neg": "actor", "dro_beta": "policy_loss"}
+
+
+@dataclass
+class PolicyLossConfig(VerlPolicyLossConfig):
+    """verl's policy-loss configuration, read by trinity_loss.
+
+    Instantiating it, which verl does in every worker, puts our training worker in place. What verl's
+    ``ActorConfig`` already says (modes, clip ranges, entropy, KL) is read from there; the fields here add
+    what verl has no field for. Their meaning is that of :class:`trinity_loss.LossConfig`.
+
+    Attributes:
+        loss_agg_mode: Aggregation mode; None: the actor's, which admits verl's own modes only.
+        entropy_agg_mode: Mode of the entropy term; None: that of the loss.
+        kl_agg_mode: Mode of the KL term; None: that of the loss.
+        loss_args: Arguments that only this ``loss_mode`` takes.
+        count_empty_sequences: Whether fully masked sequences count in a mean over sequences.
+        count_padding_rows: Whether verl's synthetic rows count in it.
+        count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection.
+
+    Raises:
+        ConfigError: A loss or mode is not known.
+    """
+
+    loss_agg_mode: Optional[str] = None  # noqa: UP045  (OmegaConf reads the annotation)
+    entropy_agg_mode: Optional[str] = None  # noqa: UP045
+    kl_agg_mode: Optional[str] = None  # noqa: UP045
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
+    count_rejected_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        get_policy_loss(self.loss_mode)
+        for name in ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode"):
+            mode = getattr(self, name)
+            if mode is not None and mode not in aggregation_mode_names():
+                raise ConfigError(
+                    f"policy_loss.{name} is {mode!r}; expected null or one of {', '.join(aggregation_mode_names())}"
+                )
+        install()
+
+
+def loss_config(actor: ActorConfig) -> LossConfig:
+    """What an actor configuration with our :class:`PolicyLossConfig` says of the loss.
+
+    Args:
+        actor: verl's actor configuration as a worker instantiates it.
+
+    Raises:
+        ConfigError: Its values do not make a valid :class:`trinity_loss.LossConfig`.
+    """
+    policy_loss = cast(PolicyLossConfig, actor.policy_loss)
+    arguments = dict(policy_loss.loss_args)
+    for name in get_policy_loss(policy_loss.loss_mode).arguments:
+        if name in _VERL_ARGUMENTS and name not in arguments:
+            value = getattr(actor if _VERL_ARGUMENTS[name] == "actor" else policy_loss, name)
+            if value is not None:
+                arguments[name] = value
+    return LossConfig(
+        loss_mode=policy_loss.loss_mode,
+        loss_agg_mode=policy_loss.loss_agg_mode or actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+        clip_ratio=actor.clip_ratio,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_args=arguments,
+        entropy_coeff=actor.entropy_coeff,
+        entropy_agg_mode=policy_loss.entropy_agg_mode,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+        kl_agg_mode=policy_loss.kl_agg_mode,
+        count_empty_sequences=policy_loss.count_empty_sequences,
+        count_padding_rows=policy_loss.count_padding_rows,
+        count_rejected_tokens=policy_loss.count_rejected_tokens,
+    )
