@@ -146,17 +146,13 @@ def _pieces(indices: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ..
 def _dynamic(samples: Sequence[Sample], indices: list[int], n: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches that verl's dynamic batch size makes of one rank's sequences."""
     rows = [torch.zeros(samples[i].prompt_length + samples[i].length, dtype=torch.long) for i in indices]
-    data = TensorDict(
-        {"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=[len(rows)]
-    )
+    data = TensorDict({"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=[len(rows)])
     _, parts = rearrange_micro_batches(data, max_token_len=10**6, min_num_micro_batch=n)
     return tuple(tuple(indices[i] for i in part) for part in parts)
 
 
 @cache
-def cut(
-    samples: tuple[Sample, ...], micro_batches: int = 1, ranks: int = 1, how: str = "even", seed: int = 0
-) -> Cut:
+def cut(samples: tuple[Sample, ...], micro_batches: int = 1, ranks: int = 1, how: str = "even", seed: int = 0) -> Cut:
     """Deal ``samples`` to ``ranks`` x ``micro_batches``.
 
     ``even`` keeps the order and near-equal sizes; ``uneven`` shuffles, draws the sizes, and gives the last
@@ -183,9 +179,7 @@ def cut(
             flat = (*flat, tuple(alone))
     elif how == "dynamic":
         order = [int(i) for i in draw.permutation(n)]
-        flat = tuple(
-            chain.from_iterable(_dynamic(samples, order[r::ranks], micro_batches) for r in range(ranks))
-        )
+        flat = tuple(chain.from_iterable(_dynamic(samples, order[r::ranks], micro_batches) for r in range(ranks)))
     else:
         raise ValueError(how)
     assert sorted(chain.from_iterable(flat)) == list(range(n))
@@ -222,6 +216,7 @@ class Options:
 
     ``totals`` overrides what the engine gives; None leaves an entry out. ``per_row`` is how many sequences
     the packed rows hold, in turn; ``padding_rows`` are rows of nothing, which only the packed layout has.
+    ``prompts`` and ``counts`` add what the package's training worker counts once per mini-batch.
     """
 
     dtype: torch.dtype = torch.float64
@@ -231,6 +226,7 @@ class Options:
     padding_rows: int = 0
     leave_out: tuple[str, ...] = ()
     prompts: bool = False
+    counts: bool = False
     totals: tuple[tuple[str, Any], ...] = field(default=())
 
 
@@ -241,9 +237,7 @@ def poisoned(samples: Sequence[Sample]) -> tuple[Sample, ...]:
         replace(
             s,
             **{
-                name: tuple(
-                    x if keep else next(bad) for x, keep in zip(getattr(s, name), s.mask, strict=True)
-                )
+                name: tuple(x if keep else next(bad) for x, keep in zip(getattr(s, name), s.mask, strict=True))
                 for name in ("log_probs", "entropy", *FIELDS)
             },
         )
@@ -293,6 +287,10 @@ def _totals(samples: Sequence[Sample], ranks: int, options: Options) -> dict[str
     }
     if options.prompts:
         given["batch_num_prompts"] = len({s.uid for s in samples})
+    if options.counts:
+        given["batch_num_valid_tokens"] = given["batch_num_tokens"]
+        given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
+        given["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
     return {k: v for k, v in (given | dict(options.totals)).items() if v is not None}
 
 
@@ -341,9 +339,7 @@ def padded(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> 
     attention = torch.zeros(len(picked), left + width, dtype=torch.long)
     mask = torch.zeros(len(picked), width, dtype=torch.long)
     filler = POISON[0] if options.poison else 0.0
-    values = {
-        name: torch.full((len(picked), width), filler, dtype=options.dtype) for name in _fields(options)
-    }
+    values = {name: torch.full((len(picked), width), filler, dtype=options.dtype) for name in _fields(options)}
     for row, s in enumerate(picked):
         attention[row, left - s.prompt_length : left + s.length] = 1
         mask[row, : s.length] = torch.tensor(s.mask)
@@ -381,6 +377,7 @@ def packed(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> 
     index = torch.full(shape, -1, dtype=torch.long)
     values = {name: torch.full(shape, filler, dtype=options.dtype) for name in _fields(options)}
     group_tokens, counts = torch.zeros(shape, dtype=torch.long), _prompt_tokens(samples)
+    groups, names = torch.zeros(shape, dtype=torch.long), sorted(counts)
     for row, pack in enumerate(packs):
         column = 0
         for segment, i in enumerate(pack, start=1):
@@ -390,10 +387,11 @@ def packed(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> 
             mask[row, here] = torch.tensor(s.mask)
             index[row, here] = torch.tensor(list(_response_index(samples, i)))
             group_tokens[row, here] = counts[s.uid]
+            groups[row, here] = names.index(s.uid) + 1
             for name in values:
                 values[name][row, here] = torch.tensor(getattr(s, name), dtype=options.dtype)
             column += s.length
-    data = {"segment_ids": segments, "response_mask": mask, **values}
+    data = {"segment_ids": segments, "response_mask": mask, "prompt_ids": groups, **values}
     if options.prompts:
         data["prompt_num_tokens"] = group_tokens
     return MicroBatch(TensorDict(data, batch_size=[len(packs)]), index, None)
@@ -410,8 +408,10 @@ def build(parts: Cut, layout: str, options: Options = Options()) -> tuple[tuple[
         ranks.append([])
         for rows in rank:
             batch = make(parts.samples, rows, options)
-            if options.prompts and layout != "packed":
-                batch.data["prompt_num_tokens"] = torch.tensor([counts[parts.samples[i].uid] for i in rows])
+            if layout != "packed":
+                tu.assign_non_tensor_stack(batch.data, "uid", [parts.samples[i].uid for i in rows])
+                if options.prompts:
+                    batch.data["prompt_num_tokens"] = torch.tensor([counts[parts.samples[i].uid] for i in rows])
             tu.assign_non_tensor(batch.data, **totals)
             ranks[-1].append(batch)
     return tuple(tuple(rank) for rank in ranks)

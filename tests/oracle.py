@@ -120,7 +120,10 @@ def aggregate(
     loss_scale_factor: float | None = None,
     count_empty_sequences: bool = True,
 ) -> tuple[Tensor, float]:
-    """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i."""
+    """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
+
+    ``count_empty_sequences`` is about sequences: a prompt group without a token counts in either case.
+    """
     nothing = scalar(0.0)
     counted = [v for v in values if v or count_empty_sequences]
     if mode == "token-mean":
@@ -141,8 +144,7 @@ def aggregate(
         groups: dict[str, list[Tensor]] = defaultdict(list)
         for uid, v in zip(uids, values, strict=True):
             groups[uid].extend(v)
-        kept = [g for g in groups.values() if g or count_empty_sequences]
-        return sum((sum(g, nothing) / len(g) for g in kept if g), nothing), float(len(kept))
+        return sum((sum(g, nothing) / len(g) for g in groups.values() if g), nothing), float(len(groups))
     raise ValueError(mode)
 
 
@@ -291,16 +293,14 @@ def dppo_kl(log_probs, old, advantages, weights, a):
 
 def dro(log_probs, old, advantages, weights, a):
     losses = [
-        -(lp * adv - 0.5 * a.dro_beta * (lp - o) ** 2)
-        for lp, o, adv in zip(log_probs, old, advantages, strict=True)
+        -(lp * adv - 0.5 * a.dro_beta * (lp - o) ** 2) for lp, o, adv in zip(log_probs, old, advantages, strict=True)
     ]
     return losses, {PPO_KL: [o - lp.item() for lp, o in zip(log_probs, old, strict=True)]}
 
 
 def importance_sampling(log_probs, old, advantages, weights, a):
     losses = [
-        -adv * torch.exp(clamp(lp - o, -20.0, 20.0))
-        for lp, o, adv in zip(log_probs, old, advantages, strict=True)
+        -adv * torch.exp(clamp(lp - o, -20.0, 20.0)) for lp, o, adv in zip(log_probs, old, advantages, strict=True)
     ]
     return losses, {}
 
@@ -479,10 +479,7 @@ def evaluate(
     if use_kl_loss:
         kl = total(
             [
-                [
-                    kl_estimate(lp, r, kl_loss_type)
-                    for lp, r in zip(s.valid(leaf), s.valid(s.ref_log_prob), strict=True)
-                ]
+                [kl_estimate(lp, r, kl_loss_type) for lp, r in zip(s.valid(leaf), s.valid(s.ref_log_prob), strict=True)]
                 for s, leaf in zip(samples, leaves, strict=True)
             ]
         )
