@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import ray
@@ -47,7 +47,7 @@ class GumbelNoise(LogitsProcessor):
     def __init__(self, noise: torch.Tensor, temperature: float, prompt_length: int) -> None:
         self.noise, self.temperature, self.prompt_length = noise, temperature, prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores / self.temperature + self.noise[:, input_ids.shape[1] - self.prompt_length]
 
 
@@ -63,9 +63,7 @@ class TransformersServer:
 
     def __init__(self, model_path: str, response_length: int, max_num_seqs: int, seed: int) -> None:
         torch.set_num_threads(1)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
         self.model = model.eval()
         ends = model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
@@ -189,16 +187,12 @@ class TransformersReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         """Start this replica's server and wait until its model stands."""
         name = _server_name(self.replica_rank)
-        options = {"name": name, "num_cpus": 0, "max_concurrency": self.max_concurrency}
-        server = (
-            ray.remote(TransformersServer)
-            .options(**options)
-            .remote(
-                self.model_config.path,
-                self.config.response_length,
-                self.config.max_num_seqs,
-                self.config.seed,
-            )
+        actor_class: Any = ray.remote(TransformersServer)
+        server = actor_class.options(name=name, num_cpus=0, max_concurrency=self.max_concurrency).remote(
+            model_path=self.model_config.path,
+            response_length=self.config.response_length,
+            max_num_seqs=self.config.max_num_seqs,
+            seed=self.config.seed,
         )
         await server.ready.remote()
         self.servers, self._server_handle, self._server_address = [server], server, name
@@ -210,9 +204,7 @@ class TransformersRollout(BaseRollout):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
         ranks = self.config.tensor_model_parallel_size * self.config.data_parallel_size
-        replica, rank_in_replica = divmod(
-            int(os.environ["RANK"]), ranks * self.config.pipeline_model_parallel_size
-        )
+        replica, rank_in_replica = divmod(int(os.environ["RANK"]), ranks * self.config.pipeline_model_parallel_size)
         self.server_name = _server_name(replica if replica_rank == -1 else replica_rank)
         self.is_leader = rank_in_replica == 0
 
@@ -224,14 +216,15 @@ class TransformersRollout(BaseRollout):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        global_steps: int | None = None,
+        weights: Generator[tuple[str, torch.Tensor], None, None],
         wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
         """Send the weights of step ``global_steps``; all ranks read them, since gathering one is collective."""
-        if wire_format != "named_tensors":
-            raise NotImplementedError(f"the rollout {NAME!r} takes whole weights, not {wire_format!r}")
+        if wire_format != "named_tensors" or peft_config is not None:
+            raise NotImplementedError(f"the rollout {NAME!r} takes a model's own, whole weights: no LoRA, no deltas")
         state = {name: weight.detach().clone() for name, weight in weights}
         if self.is_leader:
             await ray.get_actor(self.server_name).load_weights.remote(state, global_steps)

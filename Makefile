@@ -1,0 +1,47 @@
+PYTHON ?= python3.11
+STEPS ?= 60
+RESUME ?=
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help setup train compare test lint format clean
+
+help:
+	@echo "make setup             install everything into .venv (quick when up to date)"
+	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 ARGS='hydra overrides'"
+	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
+	@echo "make test              run the tests: ARGS='pytest arguments'"
+	@echo "make lint | format     check | fix the style"
+	@echo "make clean             remove caches, builds and runs"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/no-deps.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c requirements/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-deps -r requirements/no-deps.txt
+	touch $@
+
+train: setup
+	$(BIN)/python recipes/train_cpu.py --steps $(STEPS) $(if $(filter-out 0,$(RESUME)),--resume) $(ARGS)
+
+compare: setup
+	$(BIN)/python recipes/compare_with_verl.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,192 @@
+"""Runs `python -m verl.trainer.main_ppo` with the CPU recipe as a subprocess, follows it, and stops all of it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+TOY = ROOT / "runs" / "toy"
+
+_MARK = "TRINITY_LOSS_RUN"  # In the environment of every process of a run: even one that lost its parent is found.
+
+
+class TrainingFailed(Exception):
+    """Training ended before its last step; the message is the reason."""
+
+
+class Training:
+    """One run of verl's trainer, as a context: leaving it leaves no process behind.
+
+    Args:
+        folder: Where the run writes: ``output.log`` (all that verl prints), ``verl.jsonl`` (verl's own metrics),
+            ``hydra/`` (the configuration).
+        steps: The last step.
+        overrides: Hydra overrides for `cpu_grpo.yaml`.
+        stall_timeout: Seconds without a new step after which the run counts as hanging.
+    """
+
+    def __init__(self, folder: Path, steps: int, overrides: list[str], stall_timeout: float = 300) -> None:
+        self.folder, self.steps, self.stall_timeout = folder, steps, stall_timeout
+        self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
+        self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
+        self.peak_memory = 0
+        self._measured = 0.0
+        self._mark = uuid.uuid4().hex
+
+    def __enter__(self) -> "Training":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, ROOT / "recipes" / "toy" / "task.py", TOY], check=True, capture_output=True)
+        self.metrics.unlink(missing_ok=True)
+        # Not under TMPDIR: the paths of Ray's sockets have to stay short.
+        self._ray_folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        environment = {
+            **os.environ,
+            _MARK: self._mark,
+            "VERL_PLATFORM": "cpu",
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            "HYDRA_FULL_ERROR": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # One thread a process: there are more processes than cores, and sums keep their order.
+            "OMP_NUM_THREADS": "1",
+            "TQ_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes")]
+        command += ["--config-name", "cpu_grpo", f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command + self.overrides,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only this process, which then stops the others in order.
+            )
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._stop()
+        finally:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield each step's metrics, with ``step`` and ``seconds``, when verl has written them.
+
+        Raises:
+            TrainingFailed: If verl ends before the last step, or makes no step for ``stall_timeout`` seconds.
+        """
+        position, step, last = 0, 0, time.monotonic()
+        while True:
+            running = self._process.poll() is None
+            self._measure_memory()
+            lines, position = self._read_lines(position)
+            for line in lines:
+                entry = json.loads(line)
+                step, now = entry["step"], time.monotonic()
+                yield {"step": step, "seconds": now - last, **entry["data"]}
+                last = now
+            if step >= self.steps and not running:
+                return
+            if not running:
+                code = self._process.returncode
+                raise TrainingFailed(f"verl ended with code {code} after step {step}: {self._error()}")
+            if time.monotonic() - last > self.stall_timeout:
+                raise TrainingFailed(f"no step for {self.stall_timeout:.0f} s after step {step}: {self._error()}")
+            time.sleep(0.2)
+
+    def _read_lines(self, position: int) -> tuple[list[bytes], int]:
+        if not self.metrics.exists():
+            return [], position
+        with self.metrics.open("rb") as file:
+            file.seek(position)
+            complete = file.read().rpartition(b"\n")[0]
+        return complete.splitlines(), position + len(complete) + bool(complete)
+
+    def _error(self) -> str:
+        return find_error(self.log.read_text(errors="replace")) + f"\n\nThe whole log: {self.log}"
+
+    def _processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:  # It ended meanwhile, or is not ours to look at.
+                continue
+        return found
+
+    def _measure_memory(self) -> None:
+        if time.monotonic() < self._measured + 2:  # The kernel walks every page table for it.
+            return
+        self._measured, total = time.monotonic(), 0
+        for process in self._processes():
+            try:
+                total += process.memory_full_info().pss  # Shared pages count once.
+            except psutil.Error:
+                continue
+        self.peak_memory = max(self.peak_memory, total)
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        deadline = time.monotonic() + 5  # Ray's processes end by themselves once their driver is gone.
+        while remaining := self._processes():
+            if time.monotonic() > deadline:
+                for process in remaining:
+                    process.kill()
+            time.sleep(0.1)
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
+_CONSEQUENCE = re.compile(r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError")
+
+
+def find_error(log: str) -> str:
+    """Return the traceback in a log of verl and Ray that comes first and is not the consequence of another.
+
+    verl's agent loop logs what went wrong and goes on; the trainer then fails with something else.
+    """
+    lines_of: dict[str, list[tuple[int, str]]] = {}
+    plain = _COLOUR.sub("", log).splitlines()
+    for number, line in enumerate(plain):
+        match = _SOURCE.match(line)
+        source, text = match.groups() if match else ("", line)
+        lines_of.setdefault(source, []).append((number, text))
+    tracebacks = sorted(block for lines in lines_of.values() for block in _tracebacks(lines))
+    causes = [text for _, text in tracebacks if not _CONSEQUENCE.search(text)] or [text for _, text in tracebacks]
+    return causes[0] if causes else "no traceback; the log ends with\n" + "\n".join(plain[-20:])
+
+
+def _tracebacks(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    block: list[str] = []
+    start = 0
+    for number, text in lines:
+        if text.startswith("Traceback (most recent call last)"):
+            block, start = [text], number
+        elif block:
+            block.append(text)
+            # The first line without indentation names the error; Ray puts a trace of its own behind it.
+            if text and not text[0].isspace() and not text.startswith(("ray.exceptions.RayTaskError", "ray::")):
+                yield start, "\n".join(block)
+                block = []
