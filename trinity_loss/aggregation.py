@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError, FieldShapeError
+from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 
@@ -58,6 +58,17 @@ class Totals:
     batch_num_valid_tokens: int | None = None
     batch_num_nonempty_sequences: int | None = None
     batch_num_real_sequences: int | None = None
+
+    @property
+    def batch_num_pairs(self) -> int | None:
+        """Pairs of sequences, None where the sequences were not counted.
+
+        Raises:
+            TotalsError: The number of sequences is odd.
+        """
+        if self.global_batch_size is not None and self.global_batch_size % 2:
+            raise TotalsError(f"global_batch_size is {self.global_batch_size}; a loss of pairs needs an even number")
+        return None if self.global_batch_size is None else self.global_batch_size // 2
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,12 @@ class MicroBatch:
         """Type that everything is computed in: float32, or float64 where the log-probs are."""
         return torch.promote_types(self.log_probs.values.dtype, torch.float32)
 
+    @property
+    def num_valid_tokens(self) -> int | None:
+        """Tokens of the mini-batch that metrics are averaged over, None where nobody counted them."""
+        totals = self.totals
+        return totals.batch_num_tokens if totals.batch_num_valid_tokens is None else totals.batch_num_valid_tokens
+
     @cached_property
     def log_prob(self) -> Tensor:
         """Log-probabilities [N] without a graph, 0 at uncounted tokens."""

@@ -6,18 +6,18 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import trinity_loss.policy  # noqa: F401  (registers the losses)
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals, has_scale_factor, make_aggregation_mode
 from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch
 from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.kl import check_kl_type, kl_penalty
 from trinity_loss.metrics import MetricSet
-from trinity_loss.policy import CLIP_ARGUMENTS, PolicyInputs, PolicyLoss, TokenLoss, get_policy_loss
+from trinity_loss.registry import PolicyInputs, PolicyLoss, TokenLoss, get_policy_loss
 from trinity_loss.tokens import ResponseTokens
 
 
@@ -84,21 +84,8 @@ class LossConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false")
         check_kl_type(self.kl_loss_type)
         object.__setattr__(self, "loss_args", dict(self.loss_args))
-        self._check_loss_args()
+        self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
         self.aggregation_modes  # noqa: B018  (makes the modes, which checks them)
-
-    def _check_loss_args(self) -> None:
-        own = {k: v for k, v in self.policy_loss.arguments.items() if k not in CLIP_ARGUMENTS}
-        for name in self.loss_args:
-            if name not in own:
-                known = ", ".join(own) or "none"
-                raise ConfigError(f"loss_args has {name!r}, but loss_mode {self.loss_mode!r} takes {known}")
-        missing = [k for k, v in own.items() if v is Parameter.empty and k not in self.loss_args]
-        if missing:
-            raise ConfigError(f"loss_mode {self.loss_mode!r} needs loss_args {', '.join(missing)}")
-        for name, value in self.loss_args.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"loss_args[{name!r}] is {value!r}; expected a finite number")
 
     @property
     def policy_loss(self) -> PolicyLoss:
@@ -126,7 +113,8 @@ class LossConfig:
             "entropy": self.entropy_agg_mode or self.loss_agg_mode,
             "kl": self.kl_agg_mode or self.loss_agg_mode,
         }
-        return {term: self._make_mode(name) for term, name in names.items()}
+        modes = {term: self._make_mode(name) for term, name in names.items()}
+        return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}
 
     def _make_mode(self, name: str) -> AggregationMode:
         # The divisor belongs to the modes that have one; where terms differ, the others go without.
@@ -327,11 +315,15 @@ class TrinityPolicyLoss:
         )
 
     def _policy_metrics(self, batch: MicroBatch, result: TokenLoss, metrics: MetricSet) -> None:
-        tokens, totals = batch.tokens, batch.totals
-        total = totals.batch_num_tokens if totals.batch_num_valid_tokens is None else totals.batch_num_valid_tokens
-        indicator = tokens.indicator(batch.dtype)
+        tokens = batch.tokens
+        mode = self._policy_loss.mode
+        if mode is None:
+            weights, count, total = tokens.indicator(batch.dtype), tokens.num_tokens, batch.num_valid_tokens
+        else:
+            weights = mode.token_weights(tokens, batch.dtype)
+            count, total = mode.local_count(tokens), self._total(mode, batch.totals)
         for name, values in result.means.items():
-            metrics.add_ratio(name, Ratio((values.detach() * indicator).sum(), tokens.num_tokens), total)
+            metrics.add_ratio(name, Ratio((values.detach() * weights).sum(), count), total)
         for name, values in result.maxima.items():
             metrics.add_extreme(name, "max", values.detach(), tokens)
         for name, values in result.minima.items():

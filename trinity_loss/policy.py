@@ -1,186 +1,33 @@
 """Policy losses, token by token; the aggregation mode is applied outside.
 
-A loss is a function of a :class:`PolicyInputs` that returns one loss per token. It is written on flat
-tensors [N], finite everywhere (0 at uncounted tokens), and may look at a whole sequence through
-``inputs.tokens``. Two ways to its gradient:
-
-- plain PyTorch on ``inputs.log_prob``: autograd takes the gradient, on the flat tokens;
-- ``analytic=True``: the function returns the derivative of each token's loss with respect to its own
-  log-prob in :attr:`TokenLoss.derivative`, and nothing is recorded.
-
-Formulas are those of verl 0.9.1 (``verl/trainer/ppo/core_algos.py``) with the papers named there.
+Formulas are those of verl 0.9.1 (``verl/trainer/ppo/core_algos.py``) and Trinity-RFT 0.6.0
+(``trinity/algorithm/policy_loss_fn``), with the papers named there. Log-ratios are clamped to ±20 before
+the exponential, as verl does. How a loss is written and registered: :mod:`trinity_loss.registry`.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError
+from trinity_loss.aggregation import AggregationMode
+from trinity_loss.errors import FieldShapeError
+from trinity_loss.registry import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    PolicyInputs,
+    TokenLoss,
+    one_of,
+    register_policy_loss,
+)
 from trinity_loss.tokens import ResponseTokens
 
 _LOG_RATIO_LIMIT = 20.0
-#: Arguments that LossConfig has a field of its own for.
-CLIP_ARGUMENTS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyInputs:
-    """What a policy loss may look at. All tensors [N], float32 or float64, 0 at uncounted tokens.
-
-    Attributes:
-        tokens: Which tokens count and which sequence each belongs to.
-        log_prob: Log-probs under the policy; a leaf that requires grad unless the loss is analytic.
-        fields: The fields named at registration, by their name in the batch.
-        rollout_is_weights: Importance weights of the rollout correction, None where the trainer sent none.
-    """
-
-    tokens: ResponseTokens
-    log_prob: Tensor
-    fields: Mapping[str, Tensor]
-    rollout_is_weights: Tensor | None = None
-
-    @property
-    def old_log_prob(self) -> Tensor:
-        return self.fields["old_log_probs"]
-
-    @property
-    def advantages(self) -> Tensor:
-        return self.fields["advantages"]
-
-
-@dataclass(frozen=True, eq=False)
-class TokenLoss:
-    """Losses and metrics, token by token.
-
-    Attributes:
-        values: Loss of each token [N].
-        derivative: Its derivative with respect to the token's own log-prob [N]; None: ask autograd.
-        means: Metrics [N] that are averaged over the tokens of the mini-batch.
-        maxima: Metrics [N] of which the largest is reported.
-        minima: Metrics [N] of which the smallest is reported.
-    """
-
-    values: Tensor
-    derivative: Tensor | None = None
-    means: Mapping[str, Tensor] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    minima: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-PolicyLossFn = Callable[..., TokenLoss | Tensor]
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A registered loss.
-
-    Attributes:
-        fn: The function.
-        fields: Fields of the batch that it reads.
-        analytic: Whether it gives its own derivative.
-        weighs_itself: Whether it applies ``rollout_is_weights`` itself; else they multiply its values.
-        arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
-            where one must be given).
-    """
-
-    fn: PolicyLossFn
-    fields: tuple[str, ...] = ("old_log_probs", "advantages")
-    analytic: bool = False
-    weighs_itself: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, inputs: PolicyInputs, **arguments: Any) -> TokenLoss:
-        result = self.fn(inputs, **arguments)
-        if isinstance(result, Tensor):
-            result = TokenLoss(result)
-        if result.values.shape != inputs.log_prob.shape:
-            raise ConfigError(
-                f"the policy loss returned shape {list(result.values.shape)}; expected one value per response "
-                f"token, {list(inputs.log_prob.shape)}"
-            )
-        return result
-
-
-_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register_policy_loss(
-    *names: str,
-    fields: tuple[str, ...] = ("old_log_probs", "advantages"),
-    analytic: bool = False,
-    weighs_itself: bool = False,
-) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
-
-    Keyword-only arguments of the function are its ``loss_args``; those named ``clip_ratio_low``,
-    ``clip_ratio_high`` and ``clip_ratio_c`` come from the configuration's own fields.
-
-    Args:
-        *names: Names; the first one is its own, the others are aliases.
-        fields: Fields of the batch that it reads, besides the log-probs.
-        analytic: It returns :attr:`TokenLoss.derivative`.
-        weighs_itself: It applies ``rollout_is_weights`` itself.
-
-    Raises:
-        ConfigError: A name is taken.
-
-    Example:
-        >>> @register_policy_loss("docs-reinforce", fields=("advantages",))
-        ... def reinforce(inputs: PolicyInputs, *, baseline: float = 0.0) -> Tensor:
-        ...     return -(inputs.advantages - baseline) * inputs.log_prob
-        >>> from trinity_loss import LossConfig
-        >>> LossConfig(loss_mode="docs-reinforce", loss_args={"baseline": 0.5}).loss_args
-        {'baseline': 0.5}
-    """
-
-    def register(fn: PolicyLossFn) -> PolicyLossFn:
-        for name in names:
-            if name in _LOSSES:
-                raise ConfigError(f"loss_mode {name!r} exists already")
-            _LOSSES[name] = _describe(fn, fields, analytic, weighs_itself)
-        return fn
-
-    return register
-
-
-def _describe(fn: PolicyLossFn, fields: tuple[str, ...], analytic: bool, weighs_itself: bool) -> PolicyLoss:
-    arguments = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    return PolicyLoss(fn, fields, analytic, weighs_itself, arguments)
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    """Names that ``loss_mode`` accepts, besides dotted paths."""
-    return tuple(_LOSSES)
-
-
-def get_policy_loss(loss_mode: str) -> PolicyLoss:
-    """The loss of that name, or the function at a dotted path ``package.module:function``.
-
-    Raises:
-        ConfigError: Unknown name, or nothing importable at the path.
-    """
-    if loss_mode in _LOSSES:
-        return _LOSSES[loss_mode]
-    if ":" in loss_mode:
-        module, _, attribute = loss_mode.partition(":")
-        try:
-            fn = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
-        # A function that was registered keeps what it was registered with.
-        registered = next((loss for loss in _LOSSES.values() if loss.fn is fn), None)
-        return registered or _describe(fn, ("old_log_probs", "advantages"), False, False)
-    raise ConfigError(
-        f"loss_mode is {loss_mode!r}; expected one of {', '.join(_LOSSES)}, or a function of your own as "
-        "'package.module:function'"
-    )
+_SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
+_ALMOST_ONE = 1.0 + 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
 
 
 def _above(left: Tensor, right: Tensor | float) -> Tensor:
@@ -188,16 +35,36 @@ def _above(left: Tensor, right: Tensor | float) -> Tensor:
     return torch.gt(left, right, out=torch.empty_like(left))
 
 
-def _log_ratio(inputs: PolicyInputs) -> Tensor:
-    return (inputs.log_prob - inputs.old_log_prob).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+def _at_most(left: Tensor, right: Tensor | float) -> Tensor:
+    """1.0 where left <= right, else 0.0."""
+    return torch.le(left, right, out=torch.empty_like(left))
+
+
+def _log_ratio(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    """The clamped log-ratio, and its derivative with respect to the log-prob: 1.0 where it is not clamped."""
+    unlimited = inputs.log_prob - inputs.old_log_prob
+    return unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT), _at_most(unlimited.abs(), _LOG_RATIO_LIMIT)
+
+
+def _metrics(
+    ratio: Tensor, log_ratio: Tensor, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
+) -> dict[str, Any]:
+    """verl's three metrics, and the ratio's mean and extremes."""
+    zero = ratio.new_zeros(())
+    means = {
+        "actor/pg_clipfrac": zero if clipped is None else clipped,
+        "actor/pg_clipfrac_lower": zero if clipped_lower is None else clipped_lower,
+        "actor/ppo_kl": -log_ratio,
+        "actor/ratio_mean": ratio,
+    }
+    return {"means": means, "maxima": {"actor/ratio_max": ratio}, "minima": {"actor/ratio_min": ratio}}
 
 
 @register_policy_loss("ppo", "vanilla", analytic=True)
 def ppo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """Clipped policy gradient with dual clip: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1912.09729."""
     advantages = inputs.advantages
-    unlimited = inputs.log_prob - inputs.old_log_prob
-    log_ratio = unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio, moves = _log_ratio(inputs)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -205,17 +72,272 @@ def ppo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, 
     # Dual clip: where the advantage is negative the loss is at most c·|A|. Where it is positive the loss is
     # negative, so the same bound never binds and needs no branch.
     bound = clip_ratio_c * advantages.abs()
-    values = torch.minimum(larger, bound)
     is_clipped = _above(clipped, plain)
     is_bounded = _above(larger, bound)
-    moves = torch.le(unlimited.abs(), _LOG_RATIO_LIMIT, out=torch.empty_like(unlimited))
     derivative = plain * moves * (1 - is_clipped) * (1 - is_bounded)
-    return TokenLoss(
-        values,
-        derivative,
-        means={
-            "actor/pg_clipfrac": is_clipped,
-            "actor/pg_clipfrac_lower": is_bounded,
-            "actor/ppo_kl": -log_ratio,
-        },
-    )
+    return TokenLoss(torch.minimum(larger, bound), derivative, **_metrics(ratio, log_ratio, is_clipped, is_bounded))
+
+
+@register_policy_loss("gspo", analytic=True)
+def gspo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
+    """One ratio per sequence, the gradient of each token's own: https://arxiv.org/abs/2507.18071."""
+    advantages, tokens = inputs.advantages, inputs.tokens
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio))
+    ratio = of_sequence.clamp(max=_SEQUENCE_LOG_RATIO_LIMIT).exp()
+    moves = _at_most(of_sequence, _SEQUENCE_LOG_RATIO_LIMIT)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    is_clipped = _above(clipped, plain)
+    derivative = plain * moves * (1 - is_clipped)
+    return TokenLoss(torch.maximum(plain, clipped), derivative, **_metrics(ratio, log_ratio, is_clipped))
+
+
+@register_policy_loss("cispo", analytic=True)
+def cispo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
+    """The clipped ratio as a constant weight of the log-prob: https://arxiv.org/abs/2506.13585."""
+    log_ratio, _ = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    is_clipped = torch.ne(ratio, weight, out=torch.empty_like(ratio))
+    derivative = -weight * inputs.advantages
+    return TokenLoss(derivative * inputs.log_prob, derivative, **_metrics(ratio, log_ratio, is_clipped))
+
+
+@register_policy_loss("sapo", analytic=True, rules={"tau_pos": POSITIVE, "tau_neg": POSITIVE})
+def sapo(inputs: PolicyInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+    """A smooth gate in place of the clip: https://arxiv.org/abs/2511.20347."""
+    advantages = inputs.advantages
+    log_ratio, moves = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    tau = tau_neg + (tau_pos - tau_neg) * _above(advantages, 0.0)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    derivative = -4 * advantages * gate * (1 - gate) * ratio * moves
+    return TokenLoss(-4 * advantages * gate / tau, derivative, **_metrics(ratio, log_ratio))
+
+
+@register_policy_loss("gmpo", "geo_mean", weighs_itself=True)
+def gmpo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
+    """The geometric mean of a sequence's clipped ratios: https://arxiv.org/abs/2507.20673.
+
+    Every token of a sequence carries the sequence's loss, so ``seq-mean-token-mean`` is the mean over
+    sequences that the paper and verl's ``geo_mean`` take; other modes weigh sequences as they say.
+    """
+    advantages, tokens = inputs.advantages, inputs.tokens
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    clamped = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    sign = advantages.sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    loss = -tokens.mean_per_sequence(advantages) * tokens.mean_per_sequence(pessimistic).exp()
+    if inputs.rollout_is_weights is not None:
+        loss = loss * tokens.mean_per_sequence((inputs.rollout_is_weights + 1e-10).log()).exp()
+    with torch.no_grad():
+        is_clipped = torch.ne(log_ratio, clamped).to(log_ratio.dtype)
+        higher, lower = is_clipped * _above(advantages, 0.0), is_clipped * _above(-advantages, 0.0)
+        ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+        metrics = _metrics(ratio, log_ratio, higher, lower)
+    return TokenLoss(tokens.per_token(loss), **metrics)
+
+
+@register_policy_loss("gpg", fields=("advantages",), analytic=True)
+def gpg(inputs: PolicyInputs) -> TokenLoss:
+    """Plain policy gradient: https://arxiv.org/abs/2504.02546."""
+    derivative = -inputs.advantages
+    return TokenLoss(derivative * inputs.log_prob, derivative)
+
+
+def _dppo(inputs: PolicyInputs, keeps_rise: Tensor, keeps_fall: Tensor, clip_ratio_c: float) -> TokenLoss:
+    """DPPO's loss, given 1.0 where a token's divergence allows its probability to rise, and to fall."""
+    log_ratio, _ = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    keeps = torch.lerp(keeps_fall, keeps_rise, _above(inputs.advantages, 0.0))
+    derivative = -inputs.advantages * ratio.clamp(max=clip_ratio_c) * keeps
+    metrics = _metrics(ratio, log_ratio, 1 - keeps, _above(ratio, clip_ratio_c) * keeps)
+    return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
+
+
+@register_policy_loss("dppo_tv", analytic=True)
+def dppo_tv(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
+    """Masks tokens by the total variation of the binary policy: https://arxiv.org/abs/2602.04879."""
+    change = inputs.log_prob.exp() - inputs.old_log_prob.exp()
+    return _dppo(inputs, _at_most(change, clip_ratio_high), _at_most(-change, clip_ratio_low), clip_ratio_c)
+
+
+@register_policy_loss("dppo_kl", analytic=True)
+def dppo_kl(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
+    """Masks tokens by the KL divergence of the binary policy: https://arxiv.org/abs/2602.04879."""
+    prob, old_prob = inputs.log_prob.exp(), inputs.old_log_prob.exp()
+    log_of_rest = torch.log((_ALMOST_ONE - old_prob) / (_ALMOST_ONE - prob))
+    divergence = old_prob * (inputs.old_log_prob - inputs.log_prob) + (1 - old_prob) * log_of_rest
+    keeps_rise = torch.maximum(_at_most(divergence, clip_ratio_high), _at_most(prob, old_prob))
+    keeps_fall = torch.maximum(_at_most(divergence, clip_ratio_low), _at_most(old_prob, prob))
+    return _dppo(inputs, keeps_rise, keeps_fall, clip_ratio_c)
+
+
+@register_policy_loss("dro", analytic=True, rules={"dro_beta": POSITIVE})
+def dro(inputs: PolicyInputs, *, dro_beta: float) -> TokenLoss:
+    """Policy gradient with a quadratic penalty on the log-ratio: https://arxiv.org/abs/2405.19107."""
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    values = 0.5 * dro_beta * log_ratio.square() - inputs.log_prob * inputs.advantages
+    return TokenLoss(values, dro_beta * log_ratio - inputs.advantages, means={"actor/ppo_kl": -log_ratio})
+
+
+@register_policy_loss("importance_sampling", analytic=True)
+def importance_sampling(inputs: PolicyInputs) -> TokenLoss:
+    """The ratio without a clip (Trinity-RFT)."""
+    log_ratio, moves = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    values = -inputs.advantages * ratio
+    return TokenLoss(values, values * moves, **_metrics(ratio, log_ratio))
+
+
+@register_policy_loss("topr", analytic=True)
+def topr(inputs: PolicyInputs, *, advantage_threshold: float = 0.0) -> TokenLoss:
+    """Truncates the ratio at 1 for answers that are not good: https://arxiv.org/abs/2503.14286."""
+    log_ratio, _ = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    is_good = _above(inputs.advantages, advantage_threshold)
+    alpha = torch.lerp(ratio.clamp(max=1.0), torch.ones_like(ratio), is_good)
+    derivative = -alpha * inputs.advantages
+    metrics = _metrics(ratio, log_ratio)
+    metrics["means"]["actor/topr_alpha"] = alpha
+    return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
+
+
+@register_policy_loss("opmd", fields=("advantages",), analytic=True, rules={"tau": NOT_NEGATIVE})
+def opmd(inputs: PolicyInputs, *, tau: float = 1.0) -> TokenLoss:
+    """Online policy mirror descent, a policy gradient over 1 + tau (Trinity-RFT)."""
+    derivative = -inputs.advantages / (1 + tau)
+    return TokenLoss(derivative * inputs.log_prob, derivative)
+
+
+@register_policy_loss("sppo", analytic=True, rules={"epsilon": POSITIVE})
+def sppo(inputs: PolicyInputs, *, epsilon: float = 0.3) -> TokenLoss:
+    """The log-ratio, of tokens whose ratio is between 1 / (1 + epsilon) and 1 + epsilon (Trinity-RFT)."""
+    log_ratio, _ = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    in_range = _at_most(ratio, 1 + epsilon) * _at_most(-ratio, -1 / (1 + epsilon))
+    derivative = -inputs.advantages * in_range
+    return TokenLoss(derivative * log_ratio, derivative, **_metrics(ratio, log_ratio, 1 - in_range))
+
+
+_REC_EPSILONS = ("epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime")
+
+
+@register_policy_loss(
+    "rec",
+    analytic=True,
+    rules={
+        "clip_mode": one_of("none", "one-side", "gspo-one-side", "two-side", "ring"),
+        "weight": one_of("none", "importance_sampling", "gspo_importance_sampling", "advantage"),
+        "regularizer": one_of("none", "k2", "forward-kl"),
+        "regularizer_coef": NOT_NEGATIVE,
+        "temp": POSITIVE,
+        **dict.fromkeys(_REC_EPSILONS, POSITIVE),
+    },
+)
+def rec(
+    inputs: PolicyInputs,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    epsilon_low_prime: float = 0.6,
+    epsilon_high_prime: float = 2.0,
+    clip_mode: str = "none",
+    weight: str = "none",
+    regularizer: str = "none",
+    regularizer_coef: float = 0.0,
+    temp: float = 1.0,
+) -> TokenLoss:
+    """REINFORCE with chosen clipping, weighting and regularizer: https://arxiv.org/abs/2509.24203."""
+    advantages, tokens = inputs.advantages, inputs.tokens
+    log_ratio, moves = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    of_sequence = ratio
+    if clip_mode == "gspo-one-side" or weight == "gspo_importance_sampling":
+        of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio)).exp()
+    good, bad = _at_most(-advantages, 0.0), _at_most(advantages, 0.0)
+
+    def one_side(clipped: Tensor) -> Tensor:
+        return torch.maximum(_at_most(clipped, 1 + epsilon_high) * good, _at_most(-clipped, epsilon_low - 1) * bad)
+
+    two_sides = _at_most(ratio, 1 + epsilon_high) * _at_most(-ratio, epsilon_low - 1)
+    if clip_mode == "none":
+        keeps = torch.ones_like(ratio)
+    elif clip_mode == "two-side":
+        keeps = two_sides
+    elif clip_mode == "ring":
+        far_below = good * _at_most(ratio, 1 - epsilon_low_prime)
+        far_above = bad * _at_most(-ratio, -1 - epsilon_high_prime)
+        keeps = torch.maximum(two_sides, torch.maximum(far_below, far_above))
+    else:
+        keeps = one_side(of_sequence if clip_mode == "gspo-one-side" else ratio)
+
+    if weight == "importance_sampling":
+        advantages = advantages * ratio
+    elif weight == "gspo_importance_sampling":
+        advantages = advantages * of_sequence
+    elif weight == "advantage":
+        advantages = advantages * (advantages / temp).exp()
+
+    derivative = -advantages * keeps
+    values = derivative * inputs.log_prob
+    if regularizer == "forward-kl":
+        values, derivative = values - regularizer_coef * inputs.log_prob, derivative - regularizer_coef
+    elif regularizer == "k2":
+        values = values + regularizer_coef * log_ratio.square()
+        derivative = derivative + 2 * regularizer_coef * log_ratio * moves
+    return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, 1 - keeps))
+
+
+@register_policy_loss("sft", fields=(), analytic=True)
+def sft(inputs: PolicyInputs) -> TokenLoss:
+    """Negative log-likelihood."""
+    return TokenLoss(-inputs.log_prob, -torch.ones_like(inputs.log_prob))
+
+
+@dataclass(frozen=True)
+class PairMean(AggregationMode):
+    """Mean over pairs of sequences that stand next to each other."""
+
+    @property
+    def total(self) -> str:
+        return "batch_num_pairs"
+
+    def local_count(self, tokens: ResponseTokens) -> Tensor:
+        return torch.full((), tokens.num_slots // 2, dtype=torch.int64, device=tokens.mask.device)
+
+    def token_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        return torch.ones(tokens.num_slots // 2, dtype=dtype, device=tokens.mask.device)
+
+
+@register_policy_loss(
+    "dpo",
+    fields=("ref_log_prob",),
+    mode=PairMean(),
+    weighs_itself=True,
+    rules={"beta": POSITIVE, "label_smoothing": NOT_NEGATIVE},
+)
+def dpo(inputs: PolicyInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> TokenLoss:
+    """Direct preference optimization: https://arxiv.org/abs/2305.18290.
+
+    Rows 2i and 2i + 1 are a pair, the chosen answer first. A pair must not be cut, which verl's
+    ``force_group_size=2`` sees to; the mean is over the pairs of the mini-batch.
+    """
+    tokens = inputs.tokens
+    if tokens.offsets is None or tokens.num_slots % 2:
+        raise FieldShapeError(
+            f"loss_mode 'dpo' got {tokens.num_slots} rows; expected pairs, chosen and rejected one after the other, "
+            "one sequence per row (verl keeps pairs together with force_group_size=2)"
+        )
+    log_ratio = tokens.sum_per_sequence((inputs.log_prob - inputs.fields["ref_log_prob"]) * tokens.mask)
+    chosen, rejected = log_ratio[::2], log_ratio[1::2]
+    margin = beta * (chosen - rejected)
+    losses = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(margin)
+    losses = losses - label_smoothing * torch.nn.functional.logsigmoid(-margin)
+    means = {
+        "actor/chosen_reward": beta * chosen.detach(),
+        "actor/rejected_reward": beta * rejected.detach(),
+        "actor/accuracy": (chosen.detach() > rejected.detach()).to(losses.dtype),
+    }
+    return TokenLoss(losses, means=means)

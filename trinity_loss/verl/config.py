@@ -11,7 +11,7 @@ from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 from trinity_loss.aggregation import aggregation_mode_names
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss import LossConfig
-from trinity_loss.policy import get_policy_loss
+from trinity_loss.registry import get_policy_loss
 from trinity_loss.verl.worker import install
 
 #: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
