@@ -1,0 +1,76 @@
+"""Our loss through verl's Megatron engine: layouts, per-token loss, data parallelism, pipelines.
+
+One run gives all results: starting an engine is what takes time.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from engine_losses import MODES, assert_same, by_label, ours
+
+from trinity_loss import LossConfig, TrinityPolicyLoss
+from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
+from trinity_loss.verl.harness.losses import WithoutMicroBatchFactor
+
+NESTED = BatchSpec(layout="nested")
+ENGINES = {
+    "packed": {"batch": NESTED},
+    "padded": {"packed": False},
+    "per-token loss": {"per_token_loss": True},
+    "two ranks": {"world_size": 2, "batch": NESTED},
+    "two ranks, per-token loss": {"world_size": 2, "per_token_loss": True},
+    "pipeline": {"world_size": 2, "pipeline": 2, "batch": NESTED},
+    "virtual pipeline": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+}
+# Whole, two, four pieces; and by length. The interleaved schedule needs as many micro-batches as stages.
+CUTS = ({"micro_batches": 1}, {"micro_batches": 2}, {"micro_batches": 4}, {"max_tokens": 40})
+
+
+def _cuts(engine: str) -> Iterator[dict]:
+    return (cut for cut in CUTS if engine != "virtual pipeline" or cut != {"micro_batches": 1})
+
+
+def _cases() -> Iterator[EngineCase]:
+    for engine, options in ENGINES.items():
+        options = {"trinity_worker": True, **options}
+        for mode in MODES:
+            for cut in _cuts(engine):
+                yield EngineCase(ours(mode), f"{engine} {mode}", **options, **cut)
+        for cut in _cuts(engine):
+            yield EngineCase(TrinityPolicyLoss(LossConfig()), f"{engine} local mean", **options, **cut)
+        if engine == "packed":
+            for cut in CUTS[:3]:
+                yield EngineCase(WithoutMicroBatchFactor(ours()), "no factor", **options, **cut)
+
+
+@cache
+def results():
+    """Results by label."""
+    return by_label(run_cases("megatron", list(_cases())))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_cut_is_the_whole_on_one_rank(engine, mode):
+    whole = results()[f"packed {mode}"][0]
+    cuts = results()[f"{engine} {mode}"]
+    assert len({cut.micro_batches for cut in cuts}) >= 3 - (engine == "virtual pipeline")
+    for cut in cuts:
+        assert_same(cut, whole)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_local_mean_is_far_off(engine):
+    one, *more = results()[f"{engine} local mean"]
+    assert all(cut.gradient_error(one) > 0.1 for cut in more)
+
+
+def test_a_lost_factor_is_seen():
+    """If the engine did not multiply by the number of micro-batches, every comparison above would fail."""
+    one, two, four = results()["no factor"]
+    assert two.gradient_error(one) == pytest.approx(1 / 2, rel=1e-4)
+    assert four.gradient_error(one) == pytest.approx(3 / 4, rel=1e-4)
+    for cut in (two, four):
+        with pytest.raises(AssertionError):
+            assert_same(cut, one)

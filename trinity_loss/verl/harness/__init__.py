@@ -1,0 +1,121 @@
+"""Run any loss of verl's engine contract through verl's real engines, on a CPU.
+
+```python
+from trinity_loss.verl.harness import run_engine
+
+one, two, four = run_engine("fsdp", "my.package:my_loss", micro_batches=(1, 2, 4))
+assert two.gradient_error(one) < 1e-5
+```
+The engines run in processes of their own (`launch`); this process imports nothing of verl.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trinity_loss.verl.harness.cases import (
+    BatchSpec,
+    EngineCase,
+    EngineError,
+    EngineName,
+    EngineResult,
+    Loss,
+)
+from trinity_loss.verl.harness.launch import launch
+from trinity_loss.verl.harness.rank import Job
+
+__all__ = [
+    "BatchSpec",
+    "EngineCase",
+    "EngineError",
+    "EngineResult",
+    "run_cases",
+    "run_engine",
+]
+
+MODULES = {
+    "fsdp": "trinity_loss.verl.harness.fsdp",
+    "megatron": "trinity_loss.verl.harness.megatron",
+    "ray": "trinity_loss.verl.harness.ray_fsdp",
+}
+ENVIRONMENTS = {
+    "fsdp": {"VERL_PLATFORM": "cpu"},
+    "ray": {"VERL_PLATFORM": "cpu"},
+    # verl registers the engine for cuda only.
+    "megatron": {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"},
+}
+
+
+def run_cases(
+    engine: EngineName,
+    cases: Sequence[EngineCase],
+    *,
+    ray: bool = False,
+    timeout: float = 300.0,
+) -> list[EngineResult]:
+    """Run cases one after the other through one engine.
+
+    Starting takes about 10 s, another engine (see `EngineCase.engine_options`) one or two, another case well
+    under one: put as many cases as possible into one call, those that share an engine next to each other.
+
+    Args:
+        engine: ``"fsdp"`` (FSDP2) or ``"megatron"``.
+        cases: The cases.
+        ray: Whether the ranks are Ray workers of verl's worker group instead of plain processes; FSDP only,
+            and all cases must share one engine.
+        timeout: Seconds for the whole call.
+
+    Returns:
+        One result per case, in order.
+
+    Raises:
+        EngineError: If a rank fails (within seconds, with its traceback) or time runs out.
+        ValueError: If ``ray`` is asked for where it is not possible.
+        TypeError: If a loss cannot be pickled.
+    """
+    if ray and engine != "fsdp":
+        raise ValueError("Ray workers are available for the fsdp engine only")
+    if ray and len({case.engine_options for case in cases}) > 1:
+        raise ValueError("with Ray workers all cases must share one engine")
+    kind = "ray" if ray else engine
+    with tempfile.TemporaryDirectory(prefix="trinity_loss_model_") as folder:
+        job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
+        results: list[EngineResult] = launch(MODULES[kind], job, environment=ENVIRONMENTS[kind], timeout=timeout)
+    return results
+
+
+def run_engine(
+    engine: EngineName,
+    loss: Loss,
+    *,
+    micro_batches: Sequence[int] = (1, 2, 4),
+    max_tokens: Sequence[int] = (),
+    ray: bool = False,
+    timeout: float = 300.0,
+    **options: Any,
+) -> list[EngineResult]:
+    """Run one loss through one engine, the same mini-batch cut in several ways.
+
+    Args:
+        engine: ``"fsdp"`` or ``"megatron"``.
+        loss: A picklable callable of verl's engine contract, or ``"package.module:name"``.
+        micro_batches: One case per number of micro-batches.
+        max_tokens: One further case per token budget (dynamic batch size).
+        ray: As in `run_cases`.
+        timeout: Seconds for the whole call.
+        **options: Other fields of `EngineCase`, the same for all cases.
+
+    Returns:
+        The results, first those of ``micro_batches``, then those of ``max_tokens``.
+
+    Raises:
+        EngineError: As `run_cases`.
+    """
+    base = EngineCase(loss=loss, **options)
+    cases = [replace(base, micro_batches=number) for number in micro_batches]
+    cases += [replace(base, max_tokens=number) for number in max_tokens]
+    return run_cases(engine, cases, ray=ray, timeout=timeout)

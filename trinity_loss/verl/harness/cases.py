@@ -1,0 +1,140 @@
+"""What to run through an engine, and what comes back. Imports neither torch's distributed part nor verl."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+EngineName = Literal["fsdp", "megatron"]
+Loss = Callable[..., Any] | str
+
+
+class EngineError(RuntimeError):
+    """An engine run failed or ran out of time.
+
+    Args:
+        text: What happened, with the traceback of the rank that failed first.
+        finished: Results from before: of the engines that had finished, with Ray workers of every case.
+    """
+
+    def __init__(self, text: str, finished: Sequence[EngineResult] = ()) -> None:
+        super().__init__(text)
+        self.finished = list(finished)
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """One mini-batch, the same on every rank until the engine splits it.
+
+    Attributes:
+        rows: Sequences of the mini-batch, over all ranks.
+        layout: ``"padded"`` as verl's v0 trainer sends it, ``"nested"`` as its v1 trainer does.
+        entropy: Whether the engine is asked for the entropy of each token.
+        empty_rows: Rows whose mask holds no token at all.
+        rows_per_prompt: Consecutive rows that share a ``uid``.
+        seed: Of lengths, tokens and advantages.
+    """
+
+    rows: int = 8
+    layout: Literal["padded", "nested"] = "padded"
+    entropy: bool = True
+    empty_rows: tuple[int, ...] = (2,)
+    rows_per_prompt: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """One mini-batch through one engine, cut in one way.
+
+    Attributes:
+        loss: A picklable callable of verl's engine contract, or ``"package.module:name"`` of one.
+        label: Free text, kept in the result.
+        batch: The mini-batch.
+        world_size: Number of ranks.
+        micro_batches: How many equal pieces each rank cuts its rows into, unless ``max_tokens`` is given.
+        max_tokens: Tokens per micro-batch; verl then cuts by length (``use_dynamic_bsz``).
+        packed: Rows packed without padding (``use_remove_padding``; thd in Megatron), or padded (bshd).
+        trinity_worker: Train with our training worker, as selected in Hydra, instead of verl's own.
+        fsdp_size: FSDP only: ranks that share one copy of the weights; -1 is all of them.
+        no_sync: FSDP only: ``use_no_sync_for_gradient_accumulation``.
+        per_token_loss: Megatron only: ``calculate_per_token_loss``.
+        pipeline: Megatron only: pipeline stages.
+        virtual_pipeline: Megatron only: model chunks per stage.
+    """
+
+    loss: Loss
+    label: str = ""
+    batch: BatchSpec = field(default_factory=BatchSpec)
+    world_size: int = 1
+    micro_batches: int = 1
+    max_tokens: int | None = None
+    packed: bool = True
+    trinity_worker: bool = False
+    fsdp_size: int = -1
+    no_sync: bool = True
+    per_token_loss: bool = False
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+
+    @property
+    def engine_options(self) -> tuple[Any, ...]:
+        """What needs an engine of its own; cases that agree here share one."""
+        return (
+            self.world_size,
+            self.packed,
+            self.trinity_worker,
+            self.fsdp_size,
+            self.no_sync,
+            self.per_token_loss,
+            self.pipeline,
+            self.virtual_pipeline,
+        )
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What the engine made of one case.
+
+    Attributes:
+        case: The case.
+        gradient: [parameters] float64, the gradient the optimizer gets, before clipping; parameters are
+            ordered by their global name, so that different layouts of one engine compare.
+        loss: The ``loss`` that verl reports.
+        grad_norm: The gradient norm that verl reports.
+        metrics: All other training metrics, reduced by verl.
+        micro_batches: Micro-batches that each rank really ran.
+        seconds: Wall time of the step.
+    """
+
+    case: EngineCase
+    gradient: torch.Tensor
+    loss: float
+    grad_norm: float
+    metrics: dict[str, float]
+    micro_batches: int
+    seconds: float
+
+    def gradient_error(self, other: EngineResult) -> float:
+        """Relative difference of the two gradients, |self - other| / |other|."""
+        return float((self.gradient - other.gradient).norm() / other.gradient.norm())
+
+
+def load(spec: Any) -> Any:
+    """Resolve ``"package.module:name"``; anything but a string is returned as it is.
+
+    Raises:
+        ValueError: If the string has no colon.
+        ImportError: If the module cannot be imported.
+        AttributeError: If the module has no such name.
+    """
+    if not isinstance(spec, str):
+        return spec
+    module, colon, name = spec.partition(":")
+    if not colon:
+        raise ValueError(f"expected 'package.module:name', got {spec!r}")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,69 @@
+"""verl's training worker with the FSDP2 engine, on CPU and gloo.
+
+Run as ``python -m trinity_loss.verl.harness.fsdp FOLDER`` by `launch`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from trinity_loss.verl.harness.cases import EngineCase
+from trinity_loss.verl.harness.launch import main
+from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
+
+
+def worker_config(case: EngineCase, model: str) -> Any:
+    """verl's configuration of the worker: float32 everywhere, a learning rate of zero, no compilation.
+
+    The learning rate keeps the weights, so that all cases of a run start from the same ones.
+    """
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(
+            path=model,
+            use_remove_padding=case.packed,
+            override_config={"attn_implementation": "sdpa"},
+            enable_gradient_checkpointing=False,
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            fsdp_size=case.fsdp_size,
+            use_no_sync_for_gradient_accumulation=case.no_sync,
+            use_torch_compile=False,
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=0.0, weight_decay=0.0, total_training_steps=1),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def read_gradients(engine: Any) -> NamedGradients:
+    """The whole gradient of every parameter, gathered from the shards; every rank must call this."""
+    import torch.distributed as dist
+
+    gradients = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    if missing:
+        raise RuntimeError(f"no gradient reached {missing}")
+    # Copied: what is whole on this rank already is a view, and clipping would change it.
+    whole = {name: gradient.full_tensor().double() for name, gradient in gradients.items()}
+    # They are the same on every rank: one copy is enough.
+    return whole if dist.get_rank() == 0 else {}
+
+
+def worker_class(case: EngineCase) -> type:
+    """The case's training worker, recording."""
+    return recording_worker(case, "trinity_loss.verl.cpu.engine", read_gradients)
+
+
+def build(case: EngineCase, model: str) -> Any:
+    """Make the worker in this process; its ``reset`` initialises the engine."""
+    return worker_class(case)(worker_config(case, model))
+
+
+if __name__ == "__main__":
+    main(partial(run_job, build=build))
