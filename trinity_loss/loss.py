@@ -1,193 +1,26 @@
-"""The loss as an engine calls it: configuration, local means, global shares."""
+"""The loss as an engine calls it: local means, global shares."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import trinity_loss.policy  # noqa: F401  (registers the losses)
-from trinity_loss.aggregation import AggregationMode, Ratio, Totals, has_scale_factor, make_aggregation_mode
+from trinity_loss.aggregation import AggregationMode, Ratio, Totals
 from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch
-from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
-from trinity_loss.kl import check_kl_type, kl_penalty
-from trinity_loss.metrics import MetricSet
-from trinity_loss.registry import PolicyInputs, PolicyLoss, TokenLoss, get_policy_loss
+from trinity_loss.config import LossConfig
+from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.kl import kl_penalty
+from trinity_loss.metric_set import MetricSet
+from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.registry import PolicyInputs, TokenLoss
+from trinity_loss.terms import Term, WithGradient
 from trinity_loss.tokens import ResponseTokens
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """What the loss is. Frozen, picklable, checked when made; field names are verl's where verl has one.
-
-    Attributes:
-        loss_mode: Policy loss, see :func:`trinity_loss.policy.policy_loss_names`, or ``package.module:function``.
-        loss_agg_mode: Aggregation mode, see :func:`trinity_loss.aggregation.aggregation_mode_names`.
-        loss_scale_factor: Divisor of the modes that have a constant one.
-        clip_ratio: Clip range below and above 1.
-        clip_ratio_low: Clip range below 1; None: ``clip_ratio``.
-        clip_ratio_high: Clip range above 1; None: ``clip_ratio``.
-        clip_ratio_c: Bound of the dual clip, above 1.
-        loss_args: Arguments that only this ``loss_mode`` takes.
-        entropy_coeff: Weight of the entropy, which is subtracted.
-        entropy_agg_mode: Aggregation mode of the entropy; None: ``loss_agg_mode``.
-        use_kl_loss: Whether to add a KL term against the reference policy.
-        kl_loss_coef: Its weight.
-        kl_loss_type: Its estimator, see :data:`trinity_loss.kl.KL_TYPES`.
-        kl_agg_mode: Aggregation mode of the KL term; None: ``loss_agg_mode``.
-        count_empty_sequences: Whether fully masked sequences count in a mean over sequences (verl: yes).
-        count_padding_rows: Whether the synthetic rows of verl's v1 trainer count in it (verl: yes).
-        count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection (verl v1: yes).
-
-    Raises:
-        ConfigError: A value is unknown, not finite, out of range or without use.
-
-    Example:
-        >>> LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01).clip_range
-        (0.2, 0.2)
-    """
-
-    loss_mode: str = "ppo"
-    loss_agg_mode: str = "token-mean"
-    loss_scale_factor: float | None = None
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
-    loss_args: Mapping[str, Any] = field(default_factory=dict)
-    entropy_coeff: float = 0.0
-    entropy_agg_mode: str | None = None
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
-    kl_agg_mode: str | None = None
-    count_empty_sequences: bool = True
-    count_padding_rows: bool = True
-    count_rejected_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), minimum=0.0)
-        for name in ("entropy_coeff", "kl_loss_coef"):
-            _check_number(name, getattr(self, name))
-        _check_number("clip_ratio_c", self.clip_ratio_c)
-        if self.clip_ratio_c <= 1.0:
-            raise ConfigError(f"clip_ratio_c is {self.clip_ratio_c!r}; expected a number above 1")
-        for name in ("use_kl_loss", "count_empty_sequences", "count_padding_rows", "count_rejected_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false")
-        check_kl_type(self.kl_loss_type)
-        object.__setattr__(self, "loss_args", dict(self.loss_args))
-        self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
-        self.aggregation_modes  # noqa: B018  (makes the modes, which checks them)
-
-    @property
-    def policy_loss(self) -> PolicyLoss:
-        """The registered loss of ``loss_mode``."""
-        return get_policy_loss(self.loss_mode)
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """Clip range below and above 1."""
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        return (self.clip_ratio if low is None else low, self.clip_ratio if high is None else high)
-
-    @property
-    def policy_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the policy loss."""
-        low, high = self.clip_range
-        given = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": self.clip_ratio_c}
-        return {k: v for k, v in given.items() if k in self.policy_loss.arguments} | dict(self.loss_args)
-
-    @property
-    def aggregation_modes(self) -> dict[str, AggregationMode]:
-        """Mode of each term: ``pg``, ``entropy``, ``kl``."""
-        names = {
-            "pg": self.loss_agg_mode,
-            "entropy": self.entropy_agg_mode or self.loss_agg_mode,
-            "kl": self.kl_agg_mode or self.loss_agg_mode,
-        }
-        modes = {term: self._make_mode(name) for term, name in names.items()}
-        return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}
-
-    def _make_mode(self, name: str) -> AggregationMode:
-        # The divisor belongs to the modes that have one; where terms differ, the others go without.
-        belongs_elsewhere = not has_scale_factor(name) and any(
-            has_scale_factor(other) for other in (self.loss_agg_mode, self.entropy_agg_mode, self.kl_agg_mode) if other
-        )
-        return make_aggregation_mode(
-            name,
-            loss_scale_factor=None if belongs_elsewhere else self.loss_scale_factor,
-            count_empty_sequences=self.count_empty_sequences,
-            count_padding_rows=self.count_padding_rows,
-            count_rejected_tokens=self.count_rejected_tokens,
-        )
-
-
-def _check_number(name: str, value: Any, minimum: float = -math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
-        expected = "a finite number" if minimum == -math.inf else f"a finite number, at least {minimum:g}"
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """One term of the loss, token by token.
-
-    Attributes:
-        name: Key of its metric.
-        coefficient: Its weight in the loss, sign included.
-        mode: How its tokens are aggregated.
-        values: [N], finite.
-        source: What it is differentiated by: log-probs or entropies.
-        derivative: Derivative of each value with respect to its own token [N]; None: ``leaf`` and ``graph``.
-        leaf: Leaf of the graph behind ``graph``.
-        graph: The values with their graph.
-    """
-
-    name: str
-    coefficient: float
-    mode: AggregationMode
-    values: Tensor
-    source: Source
-    derivative: Tensor | None
-    leaf: Tensor | None = None
-    graph: Tensor | None = None
-
-    def pull_back(self, weights: Tensor) -> Tensor:
-        """Gradient [N] with respect to the source of the values weighted by ``weights`` [N]."""
-        if self.derivative is not None:
-            return weights * self.derivative
-        assert self.graph is not None
-        assert self.leaf is not None
-        if not self.graph.requires_grad:
-            return torch.zeros_like(weights)
-        (gradient,) = torch.autograd.grad(self.graph, self.leaf, weights, allow_unused=True)
-        return torch.zeros_like(weights) if gradient is None else gradient
-
-
-class _WithGradient(torch.autograd.Function):
-    """A loss whose gradients are known already: backward only puts them in their places."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, sources: list[Source], gradients: list[Tensor], *values: Tensor) -> Tensor:
-        ctx.sources, ctx.count = sources, len(values)
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scattered = (
-            source.scatter(upstream * gradient) for source, gradient in zip(ctx.sources, ctx.saved_tensors, strict=True)
-        )
-        return None, None, None, *scattered
 
 
 class TrinityPolicyLoss:
@@ -248,6 +81,8 @@ class TrinityPolicyLoss:
             if any(mode.needs_prompt_groups for mode in self._modes.values()):
                 batch = replace(batch, tokens=self._with_prompt_groups(batch))
             metrics = MetricSet()
+            if self.config.nonfinite == "neutral":
+                batch = self._reject_nonfinite(batch, metrics)
             loss, gradients = self._combine(batch, self._terms(batch, metrics), metrics)
             faults = [fault for fault, _ in batch.faults]
             metrics.checks |= {f"fault {i}": fault for i, fault in enumerate(faults)}
@@ -256,26 +91,18 @@ class TrinityPolicyLoss:
         self._check_counts(metrics, numbers, batch, dp_group)
         if torch.is_grad_enabled():
             sources = list(gradients)
-            loss = _WithGradient.apply(loss, sources, list(gradients.values()), *(s.values for s in sources))
+            loss = WithGradient.apply(loss, sources, list(gradients.values()), *(s.values for s in sources))
         return loss, self._report(metrics, numbers, batch)
 
     def _terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
-        config = self.config
+        config, tokens = self.config, batch.tokens
         terms = [self._policy_term(batch, metrics)]
         if batch.entropy is not None:
-            entropy = batch.tokens.select(batch.entropy.gather())
+            entropy = tokens.select(batch.entropy.gather())
             metrics.checks["entropy"] = entropy.sum()
-            derivative = torch.ones_like(entropy)
-            terms.append(
-                Term(
-                    "actor/entropy_loss",
-                    -config.entropy_coeff,
-                    self._modes["entropy"],
-                    entropy,
-                    batch.entropy,
-                    derivative,
-                )
-            )
+            slope = torch.ones_like(entropy)
+            mode = self._modes["entropy"]
+            terms.append(Term("actor/entropy_loss", -config.entropy_coeff, mode, tokens, entropy, batch.entropy, slope))
         elif config.entropy_coeff != 0:
             raise MissingFieldError(
                 f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
@@ -283,9 +110,12 @@ class TrinityPolicyLoss:
             )
         if config.use_kl_loss:
             reference = self._read(batch, "ref_log_prob", metrics)
-            value, derivative = kl_penalty(batch.log_prob, reference, config.kl_loss_type)
-            terms.append(Term("kl_loss", config.kl_loss_coef, self._modes["kl"], value, batch.log_probs, derivative))
+            value, slope = kl_penalty(batch.log_prob, reference, config.kl_loss_type)
+            mode = self._modes["kl"]
+            terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, batch.log_probs, slope))
             metrics.constants["kl_coef"] = config.kl_loss_coef
+        if config.rollout_metrics is not None:
+            self._add_rollout_metrics(batch, config.rollout_metrics, metrics)
         return terms
 
     def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
@@ -298,24 +128,20 @@ class TrinityPolicyLoss:
             log_prob = log_prob.detach().requires_grad_()
         with torch.set_grad_enabled(not loss.analytic):
             result = loss(PolicyInputs(batch.tokens, log_prob, fields, weights), **self._policy_arguments)
-            values, derivative = result.values, result.derivative
+            values, slope = result.values, result.derivative
             if weights is not None and not loss.weighs_itself:
                 values = values * weights
-                derivative = None if derivative is None else derivative * weights
-        self._policy_metrics(batch, result, metrics)
-        return Term(
-            "actor/pg_loss",
-            1.0,
-            self._modes["pg"],
-            values.detach(),
-            batch.log_probs,
-            derivative,
-            leaf=log_prob,
-            graph=values,
-        )
-
-    def _policy_metrics(self, batch: MicroBatch, result: TokenLoss, metrics: MetricSet) -> None:
+                slope = None if slope is None else slope * weights
         tokens = batch.tokens
+        if result.kept is not None:
+            tokens = tokens.reject(result.kept == 0)
+        self._add_policy_metrics(batch, tokens, result, metrics)
+        mode = self._modes["pg"]
+        return Term("actor/pg_loss", 1.0, mode, tokens, values.detach(), batch.log_probs, slope, log_prob, values)
+
+    def _add_policy_metrics(
+        self, batch: MicroBatch, tokens: ResponseTokens, result: TokenLoss, metrics: MetricSet
+    ) -> None:
         mode = self._policy_loss.mode
         if mode is None:
             weights, count, total = tokens.indicator(batch.dtype), tokens.num_tokens, batch.num_valid_tokens
@@ -323,11 +149,44 @@ class TrinityPolicyLoss:
             weights = mode.token_weights(tokens, batch.dtype)
             count, total = mode.local_count(tokens), self._total(mode, batch.totals)
         for name, values in result.means.items():
-            metrics.add_ratio(name, Ratio((values.detach() * weights).sum(), count), total)
+            if tokens.has_rejections:
+                # How many tokens of the mini-batch stay is known when all of it is computed.
+                metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
+            else:
+                metrics.add_ratio(name, Ratio((values.detach() * weights).sum(), count), total)
         for name, values in result.maxima.items():
-            metrics.add_extreme(name, "max", values.detach(), tokens)
+            metrics.add_extreme(name, "max", values.detach(), tokens.mask)
         for name, values in result.minima.items():
-            metrics.add_extreme(name, "min", values.detach(), tokens)
+            metrics.add_extreme(name, "min", values.detach(), tokens.mask)
+        if result.add_metrics is not None:
+            result.add_metrics(metrics)
+
+    def _add_rollout_metrics(self, batch: MicroBatch, level: str, metrics: MetricSet) -> None:
+        upper, lower = self.config.rollout_metrics_upper, self.config.rollout_metrics_lower
+        old = self._read(batch, "old_log_probs", metrics)
+        if self.config.nonfinite == "neutral":
+            raw = batch.read("rollout_log_probs")
+            rollout = torch.where(torch.isfinite(raw), raw, old)
+        else:
+            rollout = self._read(batch, "rollout_log_probs", metrics)
+        log_ratio = LogRatio(batch.tokens, old - rollout)
+        applied = log_ratio.weights(level).clamp(max=upper)
+        add_weight_metrics(metrics, log_ratio, applied, level, upper, lower, "rollout_corr/")
+        add_offpolicy_metrics(metrics, log_ratio, old, rollout, "rollout_corr/")
+
+    def _reject_nonfinite(self, batch: MicroBatch, metrics: MetricSet) -> MicroBatch:
+        """The micro-batch without the tokens that have a NaN or an infinity in a field that the loss reads."""
+        names = [*self._policy_loss.fields]
+        names += [name for name in ("rollout_is_weights",) if batch.has(name)]
+        names += ["ref_log_prob"] if self.config.use_kl_loss else []
+        finite = torch.isfinite(batch.log_prob)
+        if batch.entropy is not None:
+            finite &= torch.isfinite(batch.tokens.select(batch.entropy.gather()))
+        for name in names:
+            finite &= torch.isfinite(batch.read(name))
+        bad = ~finite
+        metrics.add_ratio("actor/nonfinite_frac", Ratio(bad.sum(), batch.tokens.num_tokens), batch.num_valid_tokens)
+        return replace(batch, tokens=batch.tokens.reject(bad))
 
     def _read(self, batch: MicroBatch, name: str, metrics: MetricSet) -> Tensor:
         """A field [N]; its sum travels with the metrics, since one NaN or infinity makes it non-finite."""
@@ -339,9 +198,9 @@ class TrinityPolicyLoss:
         loss = torch.zeros((), dtype=torch.float64, device=batch.log_prob.device)
         gradients: dict[Source, Tensor] = {}
         for term in terms:
-            weights = term.mode.linearize(term.values, batch.tokens)
-            numerator = term.mode.numerator(term.values, batch.tokens)
-            count = term.mode.local_count(batch.tokens)
+            weights = term.mode.linearize(term.values, term.tokens)
+            numerator = term.mode.numerator(term.values, term.tokens)
+            count = term.mode.local_count(term.tokens)
             scale = self._scale(term.mode, count, batch.totals)
             metrics.add_ratio(term.name, Ratio(numerator, count), self._total(term.mode, batch.totals))
             if term.coefficient == 0:

@@ -1,129 +1,233 @@
-"""Metrics that are exact under any cut: a numerator with a count, or a minimum, or a maximum.
+"""Importance-sampling metrics between the policy that answered and the policy that trains.
 
-A mean of means depends on the cut. What is collected here leaves the device in one piece (one host read
-per micro-batch) and becomes verl ``Metric`` objects whose sum, minimum or maximum over micro-batches and
-ranks is the value of the whole mini-batch.
+Keys and definitions are those of verl's ``verl/trainer/ppo/rollout_corr_helper.py``; means, extremes and
+fractions run over the tokens and the sequences that exist, where verl counts fully masked rows too. Level
+``geometric`` is the sequence level with the mean of the log-ratio in place of its sum.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trinity_loss.aggregation import Ratio
-from trinity_loss.errors import ConfigError
-from trinity_loss.tokens import ResponseTokens
+from trinity_loss.errors import ConfigError, FieldShapeError
+from trinity_loss.metric_set import MetricSet
+from trinity_loss.tokens import ResponseTokens, jagged_parts
 
-Kind = Literal["ratio", "max", "min"]
-
-
-def check_metric_name(name: str, kind: Kind) -> None:
-    """Raises :class:`ConfigError` where verl's driver would reduce ``name`` as something else than ``kind``.
-
-    Across mini-batches verl takes the maximum of keys that contain ``max``, the minimum of those that
-    contain ``min``, the mean of the others.
-    """
-    expected = "max" if "max" in name else "min" if "min" in name else "ratio"
-    if kind != expected:
-        raise ConfigError(
-            f"metric {name!r} is a {kind}, but verl reduces a key of this name as a {expected}: a name contains "
-            "'max' or 'min' exactly when the metric is one"
-        )
+LEVELS = ("token", "sequence", "geometric")
+_LOG_RATIO_LIMIT = 20.0
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One metric of a micro-batch on the device.
+def check_level(level: str, upper: float, lower: float) -> None:
+    """Raises :class:`ConfigError` unless the level is one of :data:`LEVELS` and 0 < lower <= upper."""
+    if level not in LEVELS:
+        raise ConfigError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
+    for name, value in (("upper", upper), ("lower", lower)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+    if lower > upper:
+        raise ConfigError(f"lower is {lower!r}, above upper, {upper!r}")
+
+
+def limited_exp(log_ratio: Tensor) -> Tensor:
+    """The ratio of a log-ratio clamped to ±20."""
+    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+
+
+@dataclass(frozen=True, eq=False)
+class LogRatio:
+    """The log-ratio of the training policy to the rollout policy, and what the metrics are averaged over.
 
     Attributes:
-        kind: How pieces combine.
-        value: 0-d tensor: the numerator, or the extreme.
-        denominator: 0-d tensor: this micro-batch's count (``ratio`` only).
-        total: The count of the whole mini-batch, None where nobody counted it.
+        tokens: The response tokens.
+        values: Training log-prob minus rollout log-prob [N], 0 at uncounted tokens.
     """
 
-    kind: Kind
-    value: Tensor
-    denominator: Tensor | None = None
-    total: int | None = None
+    tokens: ResponseTokens
+    values: Tensor
+
+    @property
+    def token_weights(self) -> Tensor:
+        """1.0 at tokens that count [N]."""
+        return self.tokens.indicator(self.values.dtype)
+
+    @property
+    def nonempty(self) -> Tensor:
+        """bool [S]: sequences with a token that counts."""
+        return self.tokens.counts > 0
+
+    def of_sequence(self, level: str) -> Tensor:
+        """Log-ratio of each sequence [S]: summed, or averaged at level ``geometric``."""
+        if level == "geometric":
+            return self.tokens.mean_per_sequence(self.values)
+        return self.tokens.sum_per_sequence(self.values * self.token_weights)
+
+    def weights(self, level: str) -> Tensor:
+        """Importance weight of each token [N], before truncation."""
+        if level == "token":
+            return limited_exp(self.values)
+        return self.tokens.per_token(limited_exp(self.of_sequence(level)))
 
 
-@dataclass
-class MetricSet:
-    """Metrics and checks of one micro-batch, read to the host together."""
+def add_weight_metrics(
+    metrics: MetricSet, log_ratio: LogRatio, applied: Tensor, level: str, upper: float, lower: float, prefix: str = ""
+) -> None:
+    """Adds the statistics of importance weights.
 
-    entries: dict[str, Entry] = field(default_factory=dict)
-    constants: dict[str, float] = field(default_factory=dict)
-    checks: dict[str, Tensor] = field(default_factory=dict)
+    Args:
+        metrics: Where to add them.
+        log_ratio: What the weights come from.
+        applied: Weights as they are applied [N], after truncation.
+        level: One of :data:`LEVELS`.
+        upper: Upper threshold.
+        lower: Lower threshold.
+        prefix: What the keys begin with.
+    """
+    tokens, weights = log_ratio.tokens, log_ratio.token_weights
+    nonempty = log_ratio.nonempty
+    raw = log_ratio.weights(level)
+    name = prefix + "rollout_is"
+    metrics.add_moments(applied, weights, {f"{name}_mean": "mean"})
+    metrics.add_moments(
+        applied.clamp(0, upper), weights, {f"{name}_std": "std", f"{name}_eff_sample_size": "effective_sample_size"}
+    )
+    if level == "token":
+        metrics.add_extreme(f"{name}_max", "max", applied, tokens.mask)
+        metrics.add_extreme(f"{name}_min", "min", applied, tokens.mask)
+        high, low, where = raw > upper, raw < lower, weights
+    else:
+        of_sequence = log_ratio.of_sequence(level)
+        metrics.add_extreme(f"{name}_max", "max", of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty)
+        metrics.add_extreme(f"{name}_min", "min", of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty)
+        high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), nonempty
+    metrics.add_moments(high.to(raw.dtype), where, {f"{name}_ratio_fraction_high": "mean"})
+    metrics.add_moments(low.to(raw.dtype), where, {f"{name}_ratio_fraction_low": "mean"})
 
-    def add_ratio(self, name: str, ratio: Ratio, total: int | None) -> None:
-        """A mean: ``ratio`` holds this micro-batch's part, ``total`` the mini-batch's count."""
-        check_metric_name(name, "ratio")
-        self.entries[name] = Entry("ratio", ratio.numerator, ratio.denominator, total)
-
-    def add_extreme(self, name: str, kind: Literal["max", "min"], values: Tensor, tokens: ResponseTokens) -> None:
-        """The largest or smallest of values [N] at counted tokens."""
-        check_metric_name(name, kind)
-        extreme = tokens.maximum(values) if kind == "max" else -tokens.maximum(-values)
-        self.entries[name] = Entry(kind, extreme)
-
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Moves everything to the host at once.
-
-        Returns:
-            Numbers of the entries, with ``name#`` for the denominator of a ratio, and those of the checks.
-        """
-        names: list[str] = []
-        scalars: list[Tensor] = []
-        for name, entry in self.entries.items():
-            names.append(name)
-            scalars.append(entry.value)
-            if entry.denominator is not None:
-                names.append(name + "#")
-                scalars.append(entry.denominator)
-        names.extend(self.checks)
-        scalars.extend(self.checks.values())
-        if not scalars:
-            return {}, {}
-        numbers = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
-        values = dict(zip(names, numbers, strict=True))
-        return {n: values[n] for n in names if n not in self.checks}, {n: values[n] for n in self.checks}
-
-    def local(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Plain floats of this micro-batch alone; 0 where nothing counts."""
-        return self.constants | {name: self._local(name, entry, numbers) for name, entry in self.entries.items()}
-
-    def _local(self, name: str, entry: Entry, numbers: dict[str, float]) -> float:
-        if entry.kind == "ratio":
-            count = numbers[name + "#"]
-            return numbers[name] / count if count else 0.0
-        return 0.0 if abs(numbers[name]) >= _nothing(entry) else numbers[name]
-
-    def engine(self, numbers: dict[str, float], dp_size: int) -> dict[str, Any]:
-        """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them."""
-        from verl.utils.metric import AggregationType, Metric
-
-        metrics: dict[str, Any] = dict(self.constants)
-        for name, entry in self.entries.items():
-            if entry.kind == "ratio" and entry.total is None:
-                # Nobody counted the mini-batch: verl's own mean over micro-batches is all there is.
-                metrics[name] = Metric(AggregationType.MEAN, self._local(name, entry, numbers))
-            elif entry.kind == "ratio":
-                share = numbers[name] * dp_size / entry.total if entry.total else 0.0
-                metrics[name] = Metric(AggregationType.SUM, share)
-            else:
-                kind = AggregationType.MAX if entry.kind == "max" else AggregationType.MIN
-                number = numbers[name]
-                if abs(number) >= _nothing(entry):
-                    number = -math.inf if entry.kind == "max" else math.inf
-                metrics[name] = Metric(kind, number)
-        return metrics
+    per_sequence = tokens.mean_per_sequence(applied)
+    raw_per_sequence = tokens.mean_per_sequence(raw)
+    metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
+    metrics.add_extreme(f"{name}_seq_max", "max", per_sequence, nonempty)
+    metrics.add_extreme(f"{name}_seq_min", "min", per_sequence, nonempty)
+    metrics.add_extreme(f"{name}_seq_max_deviation", "max", (per_sequence - 1).abs(), nonempty)
+    above, below = raw_per_sequence > upper, raw_per_sequence < lower
+    metrics.add_moments(above.to(raw.dtype), nonempty, {f"{name}_seq_fraction_high": "mean"})
+    metrics.add_moments(below.to(raw.dtype), nonempty, {f"{name}_seq_fraction_low": "mean"})
 
 
-def _nothing(entry: Entry) -> float:
-    """An extreme at least this large stands for no token at all."""
-    return torch.finfo(entry.value.dtype).max
+def add_offpolicy_metrics(
+    metrics: MetricSet, log_ratio: LogRatio, log_prob: Tensor, rollout_log_prob: Tensor, prefix: str = ""
+) -> None:
+    """Adds perplexities of both policies, their gap, KL and χ² estimates.
+
+    Args:
+        metrics: Where to add them.
+        log_ratio: Training minus rollout.
+        log_prob: Log-probs of the training policy [N], 0 at uncounted tokens.
+        rollout_log_prob: Those of the rollout policy [N], 0 at uncounted tokens.
+        prefix: What the keys begin with.
+    """
+    tokens, nonempty, weights = log_ratio.tokens, log_ratio.nonempty, log_ratio.token_weights
+    log_ppl = -tokens.mean_per_sequence(log_prob)
+    rollout_log_ppl = -tokens.mean_per_sequence(rollout_log_prob)
+    difference = log_ppl - rollout_log_ppl
+    ratio = limited_exp(log_ratio.values)
+    of_sequence = limited_exp(log_ratio.of_sequence("sequence"))
+    per_sequence: Mapping[str, Tensor] = {
+        "training_ppl": log_ppl.exp(),
+        "training_log_ppl": log_ppl,
+        "rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "ppl_ratio": difference.exp(),
+        "chi2_seq": of_sequence.square() - 1,
+    }
+    per_token: Mapping[str, Tensor] = {
+        "kl": -log_ratio.values,
+        "k3_kl": ratio - log_ratio.values.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT) - 1,
+        "chi2_token": ratio.square() - 1,
+    }
+    for name, values in per_sequence.items():
+        metrics.add_moments(values, nonempty, {prefix + name: "mean"})
+    for name, values in per_token.items():
+        metrics.add_moments(values, weights, {prefix + name: "mean"})
+    metrics.add_extreme(prefix + "log_ppl_diff_max", "max", difference, nonempty)
+    metrics.add_extreme(prefix + "log_ppl_diff_min", "min", difference, nonempty)
+
+
+def importance_sampling_metrics(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    segment_ids: Tensor | None = None,
+    level: str = "token",
+    upper: float = 2.0,
+    lower: float = 0.5,
+) -> dict[str, float]:
+    """The importance-sampling metrics of one batch, over the tokens and sequences that exist.
+
+    Args:
+        old_log_prob: Log-probs of the training policy, [rows, T] or jagged.
+        rollout_log_prob: Those of the rollout policy, same layout.
+        response_mask: Same layout; non-zero counts.
+        segment_ids: Integers [rows, T] for packed rows, 0 is padding.
+        level: ``token``, ``sequence`` or ``geometric``.
+        upper: Weights are truncated here; the upper bound of the fractions.
+        lower: The lower bound of the fractions.
+
+    Returns:
+        Keys of verl without a prefix: ``rollout_is_mean``, ``rollout_is_seq_min``, ``training_ppl`` and so on.
+
+    Raises:
+        ConfigError: Unknown level, or thresholds that are not 0 < lower <= upper.
+        FieldShapeError: The shapes differ.
+
+    Example:
+        >>> import torch
+        >>> logs = torch.tensor([[0.9, 1.0], [1.1, 1.0], [1.0, 1.0]]).log()
+        >>> mask = torch.tensor([[1, 0], [1, 0], [0, 0]])
+        >>> metrics = importance_sampling_metrics(logs, torch.zeros(3, 2), mask)
+        >>> round(metrics["rollout_is_seq_min"], 6), round(metrics["rollout_is_mean"], 6)
+        (0.9, 1.0)
+    """
+    check_level(level, upper, lower)
+    with torch.no_grad():
+        tokens, flat = _flatten(old_log_prob, rollout_log_prob, response_mask, segment_ids)
+        dtype = torch.promote_types(flat[0].dtype, torch.promote_types(flat[1].dtype, torch.float32))
+        old, rollout = (tokens.select(values.detach().to(dtype)) for values in flat)
+        log_ratio = LogRatio(tokens, old - rollout)
+        metrics = MetricSet()
+        applied = log_ratio.weights(level).clamp(max=upper)
+        add_weight_metrics(metrics, log_ratio, applied, level, upper, lower)
+        add_offpolicy_metrics(metrics, log_ratio, old, rollout)
+        numbers, _ = metrics.read()
+    return metrics.local(numbers)
+
+
+def _flatten(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, segment_ids: Tensor | None
+) -> tuple[ResponseTokens, tuple[Tensor, Tensor]]:
+    for name, value in (("old_log_prob", old_log_prob), ("rollout_log_prob", rollout_log_prob)):
+        if value.is_nested != response_mask.is_nested:
+            raise FieldShapeError(f"{name} and response_mask must both be jagged or both dense")
+        if not value.is_nested and value.shape != response_mask.shape:
+            raise FieldShapeError(
+                f"{name} has shape {list(value.shape)}; expected that of response_mask, {list(response_mask.shape)}"
+            )
+    if response_mask.is_nested:
+        tokens = ResponseTokens.from_jagged(*jagged_parts(response_mask))
+        flat = jagged_parts(old_log_prob)[0], jagged_parts(rollout_log_prob)[0]
+        for name, values in zip(("old_log_prob", "rollout_log_prob"), flat, strict=True):
+            if values.numel() != tokens.size:
+                raise FieldShapeError(f"{name} holds {values.numel()} tokens; response_mask {tokens.size}")
+        return tokens, flat
+    if segment_ids is None:
+        tokens = ResponseTokens.from_padded(response_mask)
+    else:
+        tokens = ResponseTokens.from_packed(response_mask, segment_ids)
+    return tokens, (old_log_prob.reshape(-1), rollout_log_prob.reshape(-1))

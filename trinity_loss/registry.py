@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
+from trinity_loss.metric_set import MetricSet
 from trinity_loss.tokens import ResponseTokens
 
 #: Arguments that LossConfig has a field of its own for.
@@ -85,6 +86,8 @@ class TokenLoss:
         means: Metrics [N] (or 0-d) that are averaged over the tokens of the mini-batch, or over its pairs.
         maxima: Metrics [N] of which the largest is reported.
         minima: Metrics [N] of which the smallest is reported.
+        kept: 1.0 at tokens that stay, 0.0 at those that the loss rejects [N]; None: all stay.
+        add_metrics: Adds metrics of other kinds.
     """
 
     values: Tensor
@@ -92,6 +95,8 @@ class TokenLoss:
     means: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     minima: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Tensor | None = None
+    add_metrics: Callable[[MetricSet], None] | None = None
 
 
 PolicyLossFn = Callable[..., TokenLoss | Tensor]
@@ -106,7 +111,9 @@ class PolicyLoss:
         fields: Fields of the batch that it reads.
         analytic: Whether it gives its own derivative.
         weighs_itself: Whether it applies ``rollout_is_weights`` itself; else they multiply its values.
+        rejects: Whether it may reject tokens.
         rules: What its arguments must be.
+        validate: Raises :class:`ConfigError` where arguments do not fit each other.
         mode: Its own aggregation, for a loss that is not one value per token; None: ``loss_agg_mode``.
         arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
             where one must be given).
@@ -116,7 +123,9 @@ class PolicyLoss:
     fields: tuple[str, ...] = ("old_log_probs", "advantages")
     analytic: bool = False
     weighs_itself: bool = False
+    rejects: bool = False
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    validate: Callable[[Mapping[str, Any]], None] | None = None
     mode: AggregationMode | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -136,6 +145,8 @@ class PolicyLoss:
         missing = [k for k, v in own.items() if v is inspect.Parameter.empty and k not in given]
         if missing:
             raise ConfigError(f"loss_mode {loss_mode!r} needs loss_args {', '.join(missing)}")
+        if self.validate is not None:
+            self.validate(given)
 
     def __call__(self, inputs: PolicyInputs, **arguments: Any) -> TokenLoss:
         result = self.fn(inputs, **arguments)
@@ -151,13 +162,21 @@ class PolicyLoss:
 
 _LOSSES: dict[str, PolicyLoss] = {}
 
+_SELECTS = (
+    "it selects tokens by their covariance among all tokens of the batch, and a micro-batch is not the batch: which "
+    "tokens are selected, and how many, depends on the cut"
+)
+_REFUSED = {"clip_cov": _SELECTS, "kl_cov": _SELECTS}
+
 
 def register_policy_loss(
     *names: str,
     fields: tuple[str, ...] = ("old_log_probs", "advantages"),
     analytic: bool = False,
     weighs_itself: bool = False,
+    rejects: bool = False,
     rules: Mapping[str, Rule] | None = None,
+    validate: Callable[[Mapping[str, Any]], None] | None = None,
     mode: AggregationMode | None = None,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
@@ -170,7 +189,9 @@ def register_policy_loss(
         fields: Fields of the batch that it reads, besides the log-probs.
         analytic: It returns :attr:`TokenLoss.derivative`.
         weighs_itself: It applies ``rollout_is_weights`` itself.
+        rejects: It may reject tokens (:attr:`TokenLoss.kept`).
         rules: What its arguments must be, checked when a configuration is made.
+        validate: Called with the given arguments then; raises where they do not fit each other.
         mode: Its own aggregation, for a loss that is not one value per token.
 
     Raises:
@@ -186,7 +207,9 @@ def register_policy_loss(
     """
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
-        loss = PolicyLoss(fn, fields, analytic, weighs_itself, rules or {}, mode, _keyword_arguments(fn))
+        loss = PolicyLoss(
+            fn, fields, analytic, weighs_itself, rejects, rules or {}, validate, mode, _keyword_arguments(fn)
+        )
         for name in names:
             if name in _LOSSES:
                 raise ConfigError(f"loss_mode {name!r} exists already")
@@ -211,6 +234,8 @@ def get_policy_loss(loss_mode: str) -> PolicyLoss:
     Raises:
         ConfigError: Unknown name, or nothing importable at the path.
     """
+    if loss_mode in _REFUSED:
+        raise ConfigError(f"loss_mode {loss_mode!r} is refused: {_REFUSED[loss_mode]}")
     if loss_mode in _LOSSES:
         return _LOSSES[loss_mode]
     if ":" in loss_mode:

@@ -199,6 +199,16 @@ class ResponseTokens:
         num_groups = (members > 0).sum()
         return replace(self, group_num_tokens=sizes.index_select(0, labels), num_groups=num_groups)
 
+    @property
+    def has_rejections(self) -> bool:
+        """Whether ``mask`` leaves out tokens that a token mean still divides by."""
+        return self.denominator_mask is not None
+
+    def reject(self, rejected: Tensor) -> ResponseTokens:
+        """The same tokens without those where ``rejected`` bool [N]; a token mean still divides by them."""
+        before = self.mask if self.denominator_mask is None else self.denominator_mask
+        return replace(self, mask=self.mask & ~rejected, denominator_mask=before)
+
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sums values [N] over each sequence, [S]; differentiable. Uncounted tokens are summed like others."""
         if self.offsets is None or values.numel() == 0:
@@ -231,10 +241,3 @@ class ResponseTokens:
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
         return self.mask.to(dtype)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Largest value [N] at a counted token; -inf, or the type's lowest number, where there is none."""
-        lowest = torch.finfo(values.dtype).min
-        if self.size == 0:
-            return torch.full((), lowest, dtype=values.dtype, device=values.device)
-        return torch.where(self.mask, values, lowest).amax()

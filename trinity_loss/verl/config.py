@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import Any, Optional, cast
 
 from verl.workers.config import ActorConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
 from trinity_loss.aggregation import aggregation_mode_names
+from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
-from trinity_loss.loss import LossConfig
 from trinity_loss.registry import get_policy_loss
 from trinity_loss.verl.worker import install
 
 #: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
-_VERL_ARGUMENTS = {"tau_pos": "actor", "tau_neg": "actor", "dro_beta": "policy_loss"}
+_ACTOR_ARGUMENTS = ("tau_pos", "tau_neg")
+_POLICY_LOSS_ARGUMENTS = ("dro_beta",)
+_CORRECTION_ARGUMENTS = (
+    "loss_type",
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+)
 
 
 @dataclass
@@ -34,6 +44,10 @@ class PolicyLossConfig(VerlPolicyLossConfig):
         count_empty_sequences: Whether fully masked sequences count in a mean over sequences.
         count_padding_rows: Whether verl's synthetic rows count in it.
         count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection.
+        nonfinite: ``error`` or ``neutral``, at a NaN or an infinity that counts.
+        rollout_metrics: Level of the importance-sampling metrics; None: none.
+        rollout_metrics_upper: Their upper threshold.
+        rollout_metrics_lower: Their lower threshold.
 
     Raises:
         ConfigError: A loss or mode is not known.
@@ -46,6 +60,10 @@ class PolicyLossConfig(VerlPolicyLossConfig):
     count_empty_sequences: bool = True
     count_padding_rows: bool = True
     count_rejected_tokens: bool = True
+    nonfinite: str = "error"
+    rollout_metrics: Optional[str] = None  # noqa: UP045
+    rollout_metrics_upper: float = 2.0
+    rollout_metrics_lower: float = 0.5
 
     def __post_init__(self) -> None:
         get_policy_loss(self.loss_mode)
@@ -69,11 +87,13 @@ def loss_config(actor: ActorConfig) -> LossConfig:
     """
     policy_loss = cast(PolicyLossConfig, actor.policy_loss)
     arguments = dict(policy_loss.loss_args)
-    for name in get_policy_loss(policy_loss.loss_mode).arguments:
-        if name in _VERL_ARGUMENTS and name not in arguments:
-            value = getattr(actor if _VERL_ARGUMENTS[name] == "actor" else policy_loss, name)
-            if value is not None:
-                arguments[name] = value
+    verls = {name: getattr(actor, name) for name in _ACTOR_ARGUMENTS}
+    verls |= {name: getattr(policy_loss, name) for name in _POLICY_LOSS_ARGUMENTS}
+    verls |= {name: getattr(policy_loss.rollout_correction, name) for name in _CORRECTION_ARGUMENTS}
+    for name, default in get_policy_loss(policy_loss.loss_mode).arguments.items():
+        # verl's null means that nothing is given, except where null is a choice.
+        if name in verls and name not in arguments and (verls[name] is not None or default is not Parameter.empty):
+            arguments[name] = verls[name]
     return LossConfig(
         loss_mode=policy_loss.loss_mode,
         loss_agg_mode=policy_loss.loss_agg_mode or actor.loss_agg_mode,
@@ -92,4 +112,8 @@ def loss_config(actor: ActorConfig) -> LossConfig:
         count_empty_sequences=policy_loss.count_empty_sequences,
         count_padding_rows=policy_loss.count_padding_rows,
         count_rejected_tokens=policy_loss.count_rejected_tokens,
+        nonfinite=policy_loss.nonfinite,
+        rollout_metrics=policy_loss.rollout_metrics,
+        rollout_metrics_upper=policy_loss.rollout_metrics_upper,
+        rollout_metrics_lower=policy_loss.rollout_metrics_lower,
     )

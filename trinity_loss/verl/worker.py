@@ -17,10 +17,12 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.metric import Metric
 
 from trinity_loss.batch import is_padding_row, prompt_keys
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
+from trinity_loss.metric_set import finish_metrics
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 logger = logging.getLogger(__name__)
@@ -128,15 +130,26 @@ class TrinityWorkerMixin:
             )
 
 
-def finish_metrics(metrics: dict[str, Any]) -> None:
-    """Adds to the metrics of a mini-batch, in place, what only the whole of it tells.
+def reduce_over_ranks(metrics: dict[str, Any]) -> None:
+    """Reduces a mini-batch's ``Metric`` objects to numbers, in place, and finishes what only the whole tells.
 
     Args:
-        metrics: As ``TrainingWorker.train_batch`` returns them: a list over ranks of verl ``Metric`` objects.
+        metrics: As ``TrainingWorker.train_batch`` returns them: lists over ranks of verl ``Metric`` objects.
+
+    Raises:
+        ConfigError: The metrics of the ranks do not belong together.
     """
-    per_rank = metrics["actor/pg_loss"]
-    # Every micro-batch appends one value, and every rank has as many micro-batches.
-    metrics["actor/micro_batches"] = len((per_rank[0] if isinstance(per_rank, list) else per_rank).values)
+    for key, value in metrics.items():
+        per_rank = value if isinstance(value, list) else [value]
+        if not all(isinstance(metric, Metric) for metric in per_rank):
+            continue
+        if len({metric.aggregation for metric in per_rank}) > 1:
+            raise ConfigError(f"metric {key!r} is reduced as {[m.aggregation.value for m in per_rank]} on the ranks")
+        metrics[key] = float(Metric.aggregate_dp(per_rank))
+        # Every micro-batch appends one value to every metric, and every rank has as many micro-batches.
+        micro_batches = len(per_rank[0].values)
+    metrics["actor/micro_batches"] = micro_batches
+    finish_metrics(metrics)
 
 
 _SYNTHETIC = b"synthetic:"
@@ -198,7 +211,7 @@ def make_training_worker(base: type[Any]) -> type[Any]:
             self._attach_counts(data)
             output = super().train_batch(data)
             if output is not None:  # None on ranks that hold no output, as in a pipeline
-                finish_metrics(tu.get(output, "metrics"))
+                reduce_over_ranks(tu.get(output, "metrics"))
             return output
 
     return TrinityTrainingWorker

@@ -1,0 +1,151 @@
+"""What the loss is: one frozen configuration, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import trinity_loss.policy
+import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
+from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
+from trinity_loss.errors import ConfigError
+from trinity_loss.kl import check_kl_type
+from trinity_loss.metrics import check_level
+from trinity_loss.registry import PolicyLoss, get_policy_loss
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the loss is. Frozen, picklable, checked when made; field names are verl's where verl has one.
+
+    Attributes:
+        loss_mode: Policy loss, see :func:`trinity_loss.policy.policy_loss_names`, or ``package.module:function``.
+        loss_agg_mode: Aggregation mode, see :func:`trinity_loss.aggregation.aggregation_mode_names`.
+        loss_scale_factor: Divisor of the modes that have a constant one.
+        clip_ratio: Clip range below and above 1.
+        clip_ratio_low: Clip range below 1; None: ``clip_ratio``.
+        clip_ratio_high: Clip range above 1; None: ``clip_ratio``.
+        clip_ratio_c: Bound of the dual clip, above 1.
+        loss_args: Arguments that only this ``loss_mode`` takes.
+        entropy_coeff: Weight of the entropy, which is subtracted.
+        entropy_agg_mode: Aggregation mode of the entropy; None: ``loss_agg_mode``.
+        use_kl_loss: Whether to add a KL term against the reference policy.
+        kl_loss_coef: Its weight.
+        kl_loss_type: Its estimator, see :data:`trinity_loss.kl.KL_TYPES`.
+        kl_agg_mode: Aggregation mode of the KL term; None: ``loss_agg_mode``.
+        count_empty_sequences: Whether fully masked sequences count in a mean over sequences (verl: yes).
+        count_padding_rows: Whether the synthetic rows of verl's v1 trainer count in it (verl: yes).
+        count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection (verl v1: yes).
+        nonfinite: What a NaN or an infinity at a token that counts does: ``error`` raises and names the token,
+            ``neutral`` rejects the token and reports ``actor/nonfinite_frac``; a rollout log-prob is taken
+            for the old one instead.
+        rollout_metrics: Level of the importance-sampling metrics (``token``, ``sequence``, ``geometric``)
+            of ``old_log_probs`` against ``rollout_log_probs``; None: no such metrics.
+        rollout_metrics_upper: Their upper threshold.
+        rollout_metrics_lower: Their lower threshold.
+
+    Raises:
+        ConfigError: A value is unknown, not finite, out of range or without use.
+
+    Example:
+        >>> LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01).clip_range
+        (0.2, 0.2)
+    """
+
+    loss_mode: str = "ppo"
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
+    entropy_coeff: float = 0.0
+    entropy_agg_mode: str | None = None
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"
+    kl_agg_mode: str | None = None
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
+    count_rejected_tokens: bool = True
+    nonfinite: str = "error"
+    rollout_metrics: str | None = None
+    rollout_metrics_upper: float = 2.0
+    rollout_metrics_lower: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), minimum=0.0)
+        for name in ("entropy_coeff", "kl_loss_coef"):
+            _check_number(name, getattr(self, name))
+        _check_number("clip_ratio_c", self.clip_ratio_c)
+        if self.clip_ratio_c <= 1.0:
+            raise ConfigError(f"clip_ratio_c is {self.clip_ratio_c!r}; expected a number above 1")
+        for name in ("use_kl_loss", "count_empty_sequences", "count_padding_rows", "count_rejected_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false")
+        check_kl_type(self.kl_loss_type)
+        if self.nonfinite not in ("error", "neutral"):
+            raise ConfigError(f"nonfinite is {self.nonfinite!r}; expected error or neutral")
+        check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
+        rejects = self.policy_loss.rejects or self.nonfinite == "neutral"
+        if rejects and not self.count_rejected_tokens:
+            raise ConfigError(
+                "count_rejected_tokens is False, but the loss itself may reject tokens: how many of the mini-batch "
+                "stay is not known while its first micro-batch is computed"
+            )
+        object.__setattr__(self, "loss_args", dict(self.loss_args))
+        self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
+        self.aggregation_modes  # noqa: B018  (makes the modes, which checks them)
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The registered loss of ``loss_mode``."""
+        return get_policy_loss(self.loss_mode)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Clip range below and above 1."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return (self.clip_ratio if low is None else low, self.clip_ratio if high is None else high)
+
+    @property
+    def policy_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the policy loss."""
+        low, high = self.clip_range
+        given = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": self.clip_ratio_c}
+        return {k: v for k, v in given.items() if k in self.policy_loss.arguments} | dict(self.loss_args)
+
+    @property
+    def aggregation_modes(self) -> dict[str, AggregationMode]:
+        """Mode of each term: ``pg``, ``entropy``, ``kl``."""
+        names = {
+            "pg": self.loss_agg_mode,
+            "entropy": self.entropy_agg_mode or self.loss_agg_mode,
+            "kl": self.kl_agg_mode or self.loss_agg_mode,
+        }
+        modes = {term: self._make_mode(name) for term, name in names.items()}
+        return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}
+
+    def _make_mode(self, name: str) -> AggregationMode:
+        # The divisor belongs to the modes that have one; where terms differ, the others go without.
+        belongs_elsewhere = not has_scale_factor(name) and any(
+            has_scale_factor(other) for other in (self.loss_agg_mode, self.entropy_agg_mode, self.kl_agg_mode) if other
+        )
+        return make_aggregation_mode(
+            name,
+            loss_scale_factor=None if belongs_elsewhere else self.loss_scale_factor,
+            count_empty_sequences=self.count_empty_sequences,
+            count_padding_rows=self.count_padding_rows,
+            count_rejected_tokens=self.count_rejected_tokens,
+        )
+
+
+def _check_number(name: str, value: Any, minimum: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
+        expected = "a finite number" if minimum == -math.inf else f"a finite number, at least {minimum:g}"
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")

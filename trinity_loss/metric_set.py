@@ -1,0 +1,218 @@
+"""Metrics that are exact under any cut: a numerator with a count, a minimum, a maximum, or summed moments.
+
+A mean of means depends on the cut. What is collected here leaves the device in one piece (one host read
+per micro-batch) and becomes verl ``Metric`` objects whose sum, minimum or maximum over micro-batches and
+ranks is the value of the whole mini-batch. A standard deviation is none of these: its moments are sums,
+and :func:`finish_moments` divides once per mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trinity_loss.aggregation import Ratio
+from trinity_loss.errors import ConfigError
+
+Kind = Literal["ratio", "max", "min"]
+#: Count, sum and sum of squares of a quantity over the mini-batch.
+Moments = tuple[float, float, float]
+
+_MOMENTS_PREFIX = "trinity_loss/moments/"
+_MOMENT_NAMES = ("count", "sum", "square")
+
+
+def _mean(count: float, total: float, square: float) -> float:
+    return total / count
+
+
+def _std(count: float, total: float, square: float) -> float:
+    return math.sqrt(max(square / count - (total / count) ** 2, 0.0))
+
+
+def _unbiased_std(count: float, total: float, square: float) -> float:
+    return _std(count, total, square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0
+
+
+def _effective_sample_size(count: float, total: float, square: float) -> float:
+    return total**2 / (count * square) if square else 0.0
+
+
+#: What can be made of moments, by name.
+STATISTICS: Mapping[str, Callable[[float, float, float], float]] = {
+    "mean": _mean,
+    "std": _std,
+    "unbiased_std": _unbiased_std,
+    "effective_sample_size": _effective_sample_size,
+}
+
+
+def check_metric_name(name: str, kind: Kind) -> None:
+    """Raises :class:`ConfigError` where verl's driver would reduce ``name`` as something else than ``kind``.
+
+    Across mini-batches verl takes the maximum of keys that contain ``max``, the minimum of those that
+    contain ``min``, the mean of the others.
+    """
+    expected = "max" if "max" in name else "min" if "min" in name else "ratio"
+    if kind != expected:
+        raise ConfigError(
+            f"metric {name!r} is a {kind}, but verl reduces a key of this name as a {expected}: a name contains "
+            "'max' or 'min' exactly when the metric is one"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One metric of a micro-batch on the device.
+
+    Attributes:
+        kind: How pieces combine.
+        value: 0-d tensor: the numerator, or the extreme.
+        denominator: 0-d tensor: this micro-batch's count (``ratio`` only).
+        total: The count of the whole mini-batch, None where nobody counted it.
+    """
+
+    kind: Kind
+    value: Tensor
+    denominator: Tensor | None = None
+    total: int | None = None
+
+
+@dataclass
+class MetricSet:
+    """Metrics and checks of one micro-batch, read to the host together."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    moments: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    statistics: dict[str, tuple[str, str]] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_ratio(self, name: str, ratio: Ratio, total: int | None) -> None:
+        """A mean: ``ratio`` holds this micro-batch's part, ``total`` the mini-batch's count."""
+        check_metric_name(name, "ratio")
+        self.entries[name] = Entry("ratio", ratio.numerator, ratio.denominator, total)
+
+    def add_extreme(self, name: str, kind: Literal["max", "min"], values: Tensor, counted: Tensor) -> None:
+        """The largest or smallest of values [n] where ``counted`` bool [n]."""
+        check_metric_name(name, kind)
+        nothing = -math.inf if kind == "max" else math.inf
+        if values.numel() == 0:
+            extreme = torch.full((), nothing, dtype=values.dtype, device=values.device)
+        else:
+            candidates = torch.where(counted, values, nothing)
+            extreme = candidates.amax() if kind == "max" else candidates.amin()
+        self.entries[name] = Entry(kind, extreme)
+
+    def add_moments(self, values: Tensor, weights: Tensor, statistics: Mapping[str, str]) -> None:
+        """Statistics of values [n] where ``weights`` [n] is 1, not 0.
+
+        Args:
+            values: Finite everywhere.
+            weights: 0.0 or 1.0.
+            statistics: Names of the metrics and which of :data:`STATISTICS` each is.
+        """
+        weights = weights.to(torch.float64)
+        weighted = values.to(torch.float64) * weights
+        first = next(iter(statistics))
+        self.moments[first] = (weights.sum(), weighted.sum(), (weighted * values).sum())
+        for name, statistic in statistics.items():
+            check_metric_name(name, "ratio")
+            self.statistics[name] = (statistic, first)
+
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Moves everything to the host at once.
+
+        Returns:
+            Numbers of the entries, with ``name#`` for the denominator of a ratio and ``name#count`` and so on
+            for moments, and those of the checks.
+        """
+        scalars: dict[str, Tensor] = {}
+        for name, entry in self.entries.items():
+            scalars[name] = entry.value
+            if entry.denominator is not None:
+                scalars[name + "#"] = entry.denominator
+        for name, moments in self.moments.items():
+            scalars |= {f"{name}#{kind}": moment for kind, moment in zip(_MOMENT_NAMES, moments, strict=True)}
+        everything = scalars | self.checks
+        if not everything:
+            return {}, {}
+        numbers = torch.stack([scalar.detach().to(torch.float64) for scalar in everything.values()]).tolist()
+        values = dict(zip(everything, numbers, strict=True))
+        return {name: values[name] for name in scalars}, {name: values[name] for name in self.checks}
+
+    def local(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Plain floats of this micro-batch alone; 0 where nothing counts."""
+        metrics = dict(self.constants)
+        for name, entry in self.entries.items():
+            metrics[name] = _local(name, entry, numbers)
+        for name, (statistic, source) in self.statistics.items():
+            metrics[name] = _statistic(statistic, *(numbers[f"{source}#{kind}"] for kind in _MOMENT_NAMES))
+        return metrics
+
+    def engine(self, numbers: dict[str, float], dp_size: int) -> dict[str, Any]:
+        """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them."""
+        from verl.utils.metric import AggregationType, Metric
+
+        metrics: dict[str, Any] = dict(self.constants)
+        for name, entry in self.entries.items():
+            if entry.kind == "ratio" and entry.total is None:
+                # Nobody counted the mini-batch: verl's own mean over micro-batches is all there is.
+                metrics[name] = Metric(AggregationType.MEAN, _local(name, entry, numbers))
+            elif entry.kind == "ratio":
+                share = numbers[name] * dp_size / entry.total if entry.total else 0.0
+                metrics[name] = Metric(AggregationType.SUM, share)
+            else:
+                metrics[name] = Metric(entry.kind, numbers[name])
+        for name, (statistic, source) in self.statistics.items():
+            for kind in _MOMENT_NAMES:
+                # verl averages over ranks before it sums over micro-batches.
+                moment = numbers[f"{source}#{kind}"] * dp_size
+                metrics[f"{_MOMENTS_PREFIX}{statistic}/{kind}/{name}"] = Metric(AggregationType.SUM, moment)
+        return metrics
+
+
+def _local(name: str, entry: Entry, numbers: dict[str, float]) -> float:
+    if entry.kind == "ratio":
+        count = numbers[name + "#"]
+        return numbers[name] / count if count else 0.0
+    return numbers[name] if math.isfinite(numbers[name]) else 0.0
+
+
+def _statistic(statistic: str, count: float, total: float, square: float) -> float:
+    return STATISTICS[statistic](count, total, square) if count else 0.0
+
+
+def finish_metrics(metrics: dict[str, Any]) -> None:
+    """Turns summed moments into statistics, in place, and extremes over nothing into 0.
+
+    Args:
+        metrics: Metrics of one whole mini-batch, reduced over micro-batches and ranks to one number each.
+
+    Raises:
+        ConfigError: A moment is missing, so the metrics are not those of one contract.
+
+    Example:
+        >>> metrics = {"trinity_loss/moments/std/%s/spread" % k: v for k, v in
+        ...            {"count": 2.0, "sum": 4.0, "square": 10.0}.items()}
+        >>> finish_metrics(metrics)
+        >>> metrics
+        {'spread': 1.0}
+    """
+    for key in [key for key in metrics if key.startswith(f"{_MOMENTS_PREFIX}")]:
+        statistic, kind, name = key.removeprefix(_MOMENTS_PREFIX).split("/", 2)
+        if kind != "count":
+            continue
+        keys = [f"{_MOMENTS_PREFIX}{statistic}/{moment}/{name}" for moment in _MOMENT_NAMES]
+        missing = [moment for moment in keys if moment not in metrics]
+        if missing:
+            raise ConfigError(f"metric {name!r} lacks {', '.join(missing)}; metrics of two contracts were mixed")
+        metrics[name] = _statistic(statistic, *(metrics.pop(moment) for moment in keys))
+    for key, value in metrics.items():
+        if isinstance(value, float) and math.isinf(value) and ("max" in key or "min" in key):
+            metrics[key] = 0.0

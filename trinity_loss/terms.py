@@ -1,0 +1,69 @@
+"""Terms of a loss with gradients that are known already, and how they reach the model's graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.aggregation import AggregationMode
+from trinity_loss.batch import Source
+from trinity_loss.tokens import ResponseTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One term of the loss, token by token.
+
+    Attributes:
+        name: Key of its metric.
+        coefficient: Its weight in the loss, sign included.
+        mode: How its tokens are aggregated.
+        tokens: Which tokens it counts.
+        values: [N], finite.
+        source: What it is differentiated by: log-probs or entropies.
+        derivative: Derivative of each value with respect to its own token [N]; None: ``leaf`` and ``graph``.
+        leaf: Leaf of the graph behind ``graph``.
+        graph: The values with their graph.
+    """
+
+    name: str
+    coefficient: float
+    mode: AggregationMode
+    tokens: ResponseTokens
+    values: Tensor
+    source: Source
+    derivative: Tensor | None
+    leaf: Tensor | None = None
+    graph: Tensor | None = None
+
+    def pull_back(self, weights: Tensor) -> Tensor:
+        """Gradient [N] with respect to the source of the values weighted by ``weights`` [N]."""
+        if self.derivative is not None:
+            return weights * self.derivative
+        assert self.graph is not None
+        assert self.leaf is not None
+        if not self.graph.requires_grad:
+            return torch.zeros_like(weights)
+        (gradient,) = torch.autograd.grad(self.graph, self.leaf, weights, allow_unused=True)
+        return torch.zeros_like(weights) if gradient is None else gradient
+
+
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradients are known already: backward only puts them in their places."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, sources: list[Source], gradients: list[Tensor], *values: Tensor) -> Tensor:
+        ctx.sources, ctx.count = sources, len(values)
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scattered = (
+            source.scatter(upstream * gradient) for source, gradient in zip(ctx.sources, ctx.saved_tensors, strict=True)
+        )
+        return None, None, None, *scattered
