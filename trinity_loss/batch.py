@@ -158,9 +158,10 @@ class MicroBatch:
             MissingFieldError: It is not there.
             FieldShapeError: It does not fit the response tokens.
         """
-        return self.tokens.select(self._flat(name).to(self.dtype))
+        return self.tokens.select(self.raw(name).to(self.dtype))
 
-    def _flat(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
+        """A field [N] as it is, uncounted tokens included; errors as in :meth:`read`."""
         value = get_value(self.data, name)
         if value is None:
             hint = f"; {_SWITCHES[name]}" if name in _SWITCHES else ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
-from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch
+from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch, read_totals
 from trinity_loss.config import LossConfig
 from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.kl import kl_penalty
@@ -252,6 +252,10 @@ class EnginePolicyLoss(TrinityPolicyLoss):
     Args:
         config: What the loss is.
     """
+
+    def dp_size(self, data: MicroBatchData) -> int:
+        """Ranks that the engine averages over, 1 where it does not say."""
+        return read_totals(data).dp_size or 1
 
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:
         totals = batch.totals

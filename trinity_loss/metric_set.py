@@ -43,13 +43,37 @@ def _effective_sample_size(count: float, total: float, square: float) -> float:
     return total**2 / (count * square) if square else 0.0
 
 
-#: What can be made of moments, by name.
+def _norm_ratio(first_square: float, product: float, second_square: float) -> float:
+    return math.sqrt(second_square / first_square)
+
+
+def _cosine(first_square: float, product: float, second_square: float) -> float:
+    return product / math.sqrt(first_square * second_square) if second_square else 0.0
+
+
+#: What can be made of moments, by name. The last two take those of a pair of vectors: the square of the
+#: first, the product, the square of the second.
 STATISTICS: Mapping[str, Callable[[float, float, float], float]] = {
     "mean": _mean,
     "std": _std,
     "unbiased_std": _unbiased_std,
     "effective_sample_size": _effective_sample_size,
+    "norm_ratio": _norm_ratio,
+    "cosine": _cosine,
 }
+
+
+def moment_key(statistic: str, moment: str, name: str) -> str:
+    """Key under which a moment of metric ``name`` travels until :func:`finish_metrics`."""
+    return f"{_MOMENTS_PREFIX}{statistic}/{moment}/{name}"
+
+
+def prefix_key(prefix: str, key: str) -> str:
+    """The key of a metric, or of one of its moments, with ``prefix`` before the metric's name."""
+    if not key.startswith(_MOMENTS_PREFIX):
+        return prefix + key
+    statistic, moment, name = key.removeprefix(_MOMENTS_PREFIX).split("/", 2)
+    return moment_key(statistic, moment, prefix + name)
 
 
 def check_metric_name(name: str, kind: Kind) -> None:
@@ -173,7 +197,7 @@ class MetricSet:
             for kind in _MOMENT_NAMES:
                 # verl averages over ranks before it sums over micro-batches.
                 moment = numbers[f"{source}#{kind}"] * dp_size
-                metrics[f"{_MOMENTS_PREFIX}{statistic}/{kind}/{name}"] = Metric(AggregationType.SUM, moment)
+                metrics[moment_key(statistic, kind, name)] = Metric(AggregationType.SUM, moment)
         return metrics
 
 
@@ -204,11 +228,11 @@ def finish_metrics(metrics: dict[str, Any]) -> None:
         >>> metrics
         {'spread': 1.0}
     """
-    for key in [key for key in metrics if key.startswith(f"{_MOMENTS_PREFIX}")]:
+    for key in [key for key in metrics if key.startswith(_MOMENTS_PREFIX)]:
         statistic, kind, name = key.removeprefix(_MOMENTS_PREFIX).split("/", 2)
         if kind != "count":
             continue
-        keys = [f"{_MOMENTS_PREFIX}{statistic}/{moment}/{name}" for moment in _MOMENT_NAMES]
+        keys = [moment_key(statistic, moment, name) for moment in _MOMENT_NAMES]
         missing = [moment for moment in keys if moment not in metrics]
         if missing:
             raise ConfigError(f"metric {name!r} lacks {', '.join(missing)}; metrics of two contracts were mixed")

@@ -48,6 +48,10 @@ class PolicyLossConfig(VerlPolicyLossConfig):
         rollout_metrics: Level of the importance-sampling metrics; None: none.
         rollout_metrics_upper: Their upper threshold.
         rollout_metrics_lower: Their lower threshold.
+        shadow: Train with verl's loss and log ours beside it (``shadow/…``).
+        record_steps: Training steps, counted from 1 at the start of the worker, whose mini-batches are saved.
+        record_dir: Where they are saved, one folder per mini-batch.
+        record_max_megabytes: A rank's part of a mini-batch above this size is not saved, and a warning says so.
 
     Raises:
         ConfigError: A loss or mode is not known.
@@ -64,6 +68,10 @@ class PolicyLossConfig(VerlPolicyLossConfig):
     rollout_metrics: Optional[str] = None  # noqa: UP045
     rollout_metrics_upper: float = 2.0
     rollout_metrics_lower: float = 0.5
+    shadow: bool = False
+    record_steps: list[int] = field(default_factory=list)
+    record_dir: Optional[str] = None  # noqa: UP045
+    record_max_megabytes: float = 512.0
 
     def __post_init__(self) -> None:
         get_policy_loss(self.loss_mode)
@@ -73,6 +81,8 @@ class PolicyLossConfig(VerlPolicyLossConfig):
                 raise ConfigError(
                     f"policy_loss.{name} is {mode!r}; expected null or one of {', '.join(aggregation_mode_names())}"
                 )
+        if self.record_steps and not self.record_dir:
+            raise ConfigError(f"policy_loss.record_steps is {list(self.record_steps)}, but record_dir is not set")
         install()
 
 

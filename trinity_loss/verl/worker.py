@@ -10,6 +10,10 @@ import hashlib
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +24,13 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import Metric
 
 from trinity_loss.batch import is_padding_row, prompt_keys
+from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.metric_set import finish_metrics
+from trinity_loss.recording import Recorder
 from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.verl.shadow import ShadowLoss
 
 logger = logging.getLogger(__name__)
 # The line that names the loss belongs in a run's log at verl's default level.
@@ -38,8 +45,10 @@ def install() -> None:
         ActorRolloutRefWorker.actor_worker_cls = make_training_worker(ActorRolloutRefWorker.actor_worker_cls)
 
 
-def engine_loss(loss_fn: Any) -> EnginePolicyLoss | None:
+def engine_loss(loss_fn: Any) -> EnginePolicyLoss | ShadowLoss | None:
     """Our loss for the loss that verl bound to an actor configuration; None if it is not to be exchanged.
+
+    In shadow mode it is verl's loss with ours beside it.
 
     Args:
         loss_fn: What verl passes to ``set_loss_fn``.
@@ -60,7 +69,32 @@ def engine_loss(loss_fn: Any) -> EnginePolicyLoss | None:
             f"{loss_fn.func.__module__}.{loss_fn.func.__name__}, which goes around it: switch the distillation off, "
             "or take the _target_ of policy_loss away"
         )
-    return EnginePolicyLoss(loss_config(actor))
+    ours = EnginePolicyLoss(loss_config(actor))
+    return ShadowLoss(loss_fn, ours) if actor.policy_loss.shadow else ours
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Which mini-batches are saved, and where.
+
+    Attributes:
+        steps: Training steps, counted from 1 at the start of the worker.
+        folder: Where.
+        max_bytes: Of one rank's part.
+    """
+
+    steps: frozenset[int]
+    folder: Path
+    max_bytes: int
+
+
+def recording_of(loss_fn: Any) -> Recording | None:
+    """What the configuration that verl bound its loss to says of recording; None: nothing is saved."""
+    policy_loss = loss_fn.keywords["config"].policy_loss
+    if not policy_loss.record_steps:
+        return None
+    max_bytes = int(policy_loss.record_max_megabytes * 2**20)
+    return Recording(frozenset(policy_loss.record_steps), Path(policy_loss.record_dir), max_bytes)
 
 
 class TrinityWorkerMixin:
@@ -68,15 +102,46 @@ class TrinityWorkerMixin:
 
     engine: Any
     loss_fn: Any
+    recording: Recording | None = None
     _rows_per_prompt: Counter[bytes] | None = None
     _warned_of_partial_groups = False
+    _step = 0
+    _mini_batch = 0
 
     @property
-    def _needs_prompt_groups(self) -> bool:
-        modes = self.loss_fn.config.aggregation_modes.values()
-        return any(mode.needs_prompt_groups for mode in modes)
+    def our_loss(self) -> EnginePolicyLoss | None:
+        """Our loss, whether it trains or stands beside verl's; None where neither."""
+        if isinstance(self.loss_fn, ShadowLoss):
+            return self.loss_fn.ours
+        return self.loss_fn if isinstance(self.loss_fn, EnginePolicyLoss) else None
 
-    def _attach_counts(self, data: TensorDict) -> None:
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Saves the mini-batch that is trained within, where the configuration chose this step."""
+        recording, loss = self.recording, self.our_loss
+        if recording is None or loss is None or self._step not in recording.steps:
+            yield
+            return
+        recorder, loss_fn = Recorder(recording.max_bytes), self.loss_fn
+
+        def record_and_compute(*, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            recorder.add(model_output, data)
+            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+        self.loss_fn = record_and_compute
+        try:
+            yield
+        finally:
+            self.loss_fn = loss_fn
+        # Ranks that share their data, as the stages of a pipeline do, need one copy.
+        if self.engine.is_mp_src_rank_with_outputs():
+            folder = recording.folder / f"step-{self._step}" / f"mini-batch-{self._mini_batch}"
+            recorder.write(folder, self.engine.get_data_parallel_rank(), loss.config)
+
+    def _needs_prompt_groups(self, loss: EnginePolicyLoss) -> bool:
+        return any(mode.needs_prompt_groups for mode in loss.config.aggregation_modes.values())
+
+    def _attach_counts(self, data: TensorDict, loss: EnginePolicyLoss) -> None:
         """Counts over the mini-batch and all ranks, in one collective, and attaches the counts."""
         mask = data["response_mask"]
         tokens = ResponseTokens.from_jagged(*jagged_parts(mask)) if mask.is_nested else ResponseTokens.from_padded(mask)
@@ -84,19 +149,22 @@ class TrinityWorkerMixin:
         synthetic = 0 if uids is None else sum(map(is_padding_row, uids))
         counts = torch.stack([tokens.num_tokens, tokens.num_nonempty_sequences, tokens.num_sequences - synthetic])
         group = self.engine.get_data_parallel_group()
-        if self._needs_prompt_groups:
-            self._attach_prompt_groups(data, tokens, counts, group)
+        if self._needs_prompt_groups(loss):
+            self._attach_prompt_groups(data, tokens, counts, loss.config)
             return
         counts = counts.to(get_device_id())
         torch.distributed.all_reduce(counts, group=group)
         _assign_counts(data, counts.tolist())
 
-    def _attach_prompt_groups(self, data: TensorDict, tokens: ResponseTokens, counts: torch.Tensor, group: Any) -> None:
+    def _attach_prompt_groups(
+        self, data: TensorDict, tokens: ResponseTokens, counts: torch.Tensor, config: LossConfig
+    ) -> None:
         keys = hashed_prompts(data)
         tokens_per_prompt: Counter[bytes] = Counter()
         for key, count in zip(keys, tokens.counts.tolist(), strict=True):
             tokens_per_prompt[key] += count
-        everyone = _all_gather((counts.tolist(), tokens_per_prompt, Counter(keys)), group)
+        local = (counts.tolist(), tokens_per_prompt, Counter(keys))
+        everyone = _all_gather(local, self.engine.get_data_parallel_group())
         totals = [sum(column) for column in zip(*(theirs for theirs, _, _ in everyone), strict=True)]
         sizes: Counter[bytes] = Counter()
         rows: Counter[bytes] = Counter()
@@ -105,7 +173,6 @@ class TrinityWorkerMixin:
             rows.update(their_rows)
         _assign_counts(data, totals)
         # A synthetic row is no prompt, unless it is to count as one.
-        config = self.loss_fn.config
         prompts = [
             key
             for key in rows
@@ -194,22 +261,26 @@ def make_training_worker(base: type[Any]) -> type[Any]:
             ours = engine_loss(loss_fn)
             if ours is not None:
                 logger.info("trinity_loss: training with %s", ours)
+                self.recording = recording_of(loss_fn)
             super().set_loss_fn(ours or loss_fn)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_mini_batch(self, data: TensorDict) -> TensorDict:
+            self._step, self._mini_batch = self._step + 1, 0
             self._rows_per_prompt = None
-            if isinstance(self.loss_fn, EnginePolicyLoss) and self._needs_prompt_groups:
+            if self.our_loss is not None and self._needs_prompt_groups(self.our_loss):
                 everyone = _all_gather(Counter(hashed_prompts(data)), self.engine.get_data_parallel_group())
                 self._rows_per_prompt = sum(everyone, Counter())
             return super().train_mini_batch(data)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: TensorDict) -> TensorDict:
-            if not isinstance(self.loss_fn, EnginePolicyLoss):
+            if self.our_loss is None:
                 return super().train_batch(data)
-            self._attach_counts(data)
-            output = super().train_batch(data)
+            self._attach_counts(data, self.our_loss)
+            self._mini_batch += 1
+            with self._recording():
+                output = super().train_batch(data)
             if output is not None:  # None on ranks that hold no output, as in a pipeline
                 reduce_over_ranks(tu.get(output, "metrics"))
             return output
