@@ -216,7 +216,8 @@ class Options:
 
     ``totals`` overrides what the engine gives; None leaves an entry out. ``per_row`` is how many sequences
     the packed rows hold, in turn; ``padding_rows`` are rows of nothing, which only the packed layout has.
-    ``prompts`` and ``counts`` add what the package's training worker counts once per mini-batch.
+    ``prompts`` and ``counts`` add what the package's training worker counts once per mini-batch, prompt groups
+    without a token only where ``count_empty_prompts``.
     """
 
     dtype: torch.dtype = torch.float64
@@ -226,6 +227,7 @@ class Options:
     padding_rows: int = 0
     leave_out: tuple[str, ...] = ()
     prompts: bool = False
+    count_empty_prompts: bool = True
     counts: bool = False
     totals: tuple[tuple[str, Any], ...] = field(default=())
 
@@ -286,7 +288,8 @@ def _totals(samples: Sequence[Sample], ranks: int, options: Options) -> dict[str
         "global_batch_size": len(samples),
     }
     if options.prompts:
-        given["batch_num_prompts"] = len({s.uid for s in samples})
+        counted = samples if options.count_empty_prompts else [s for s in samples if s.tokens]
+        given["batch_num_prompts"] = len({s.uid for s in counted})
     if options.counts:
         given["batch_num_valid_tokens"] = given["batch_num_tokens"]
         given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)

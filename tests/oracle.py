@@ -122,7 +122,7 @@ def aggregate(
 ) -> tuple[Tensor, float]:
     """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
 
-    ``count_empty_sequences`` is about sequences: a prompt group without a token counts in either case.
+    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token.
     """
     nothing = scalar(0.0)
     counted = [v for v in values if v or count_empty_sequences]
@@ -144,7 +144,8 @@ def aggregate(
         groups: dict[str, list[Tensor]] = defaultdict(list)
         for uid, v in zip(uids, values, strict=True):
             groups[uid].extend(v)
-        return sum((sum(g, nothing) / len(g) for g in groups.values() if g), nothing), float(len(groups))
+        kept = [g for g in groups.values() if g or count_empty_sequences]
+        return sum((sum(g, nothing) / len(g) for g in kept if g), nothing), float(len(kept))
     raise ValueError(mode)
 
 

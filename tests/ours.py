@@ -8,6 +8,7 @@ from batches import Cut, Run, assert_equals_oracle, run
 from oracle import MODES, Result, Sample, evaluate
 
 from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.metric_set import finish_metrics
 
 SCALED = ("seq-mean-token-sum-norm", "constant")
 #: Modes whose denominator counts sequences.
@@ -33,11 +34,17 @@ def oracle_value(samples: Sequence[Sample], settings: dict[str, Any]) -> Result:
 
 
 def run_ours(settings: dict[str, Any], parts: Cut, layout: str, **options: Any) -> Run:
-    """The cut through the package's loss, with the counts that the mode needs beside the engine's."""
+    """The cut through the package's loss, between what its training worker does before and after.
+
+    Before, it counts what the mode needs beside the engine's counts; after, it finishes the metrics.
+    """
     own = {k: v for k, v in settings.items() if k not in ("use_weights", "weight_floor")}
     options.setdefault("prompts", own["loss_agg_mode"] == "prompt-mean")
     options.setdefault("counts", not own.get("count_empty_sequences", True))
-    return run(EnginePolicyLoss(LossConfig(**own)), parts, layout, **options)
+    options.setdefault("count_empty_prompts", own.get("count_empty_sequences", True))
+    got = run(EnginePolicyLoss(LossConfig(**own)), parts, layout, **options)
+    finish_metrics(got.metrics)
+    return got
 
 
 def check(

@@ -1,0 +1,700 @@
+"""Faults that people met in code like this, each with its right value, in every mode and layout it can touch.
+
+The numbers are small enough to check by hand. Token losses come from ``token_losses``: the ratio is 1, so the
+ppo loss of a token is minus its advantage and so is its gradient. Modes with a divisor divide by 4 unless a
+case says otherwise. ``value`` asks that loss, summed gradient and reported metric are the same number.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from batches import (
+    LAYOUTS,
+    Options,
+    build,
+    cut,
+    flat_gradient,
+    forward,
+    given_cut,
+    make_leaves,
+    make_sequences,
+    poisoned,
+    run,
+    sequence,
+    token_losses,
+)
+from oracle import MODES, POLICY_LOSSES
+from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
+from verl.utils.metric import AggregationType, Metric
+
+from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
+from trinity_loss.metrics import importance_sampling_metrics
+from trinity_loss.registry import policy_loss_names
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_mode = pytest.mark.parametrize("mode", MODES)
+ALIKE = functools.partial(pytest.approx, rel=1e-12, abs=1e-15)
+
+
+def per_mode(**values):
+    """Parametrises over modes and their right values, the names written with underscores."""
+    named = {name.replace("_", "-"): right for name, right in values.items()}
+    assert set(named) == set(MODES)
+    return pytest.mark.parametrize(("mode", "right"), list(named.items()))
+
+
+def pieces(samples):
+    """One micro-batch per sequence, on one rank."""
+    return given_cut(samples, [[i] for i in range(len(samples))])
+
+
+def ranks(samples):
+    """One rank per sequence."""
+    return given_cut(samples, *[[[i]] for i in range(len(samples))])
+
+
+@every_layout
+@per_mode(
+    token_mean=2,
+    token_sum=8,
+    seq_mean_token_sum=4,
+    seq_mean_token_mean=3,
+    seq_mean_token_sum_norm=1,
+    prompt_mean=3,
+    constant=2,
+)
+def test_01_a_micro_batch_weighs_as_its_tokens(layout, mode, right):
+    """Three tokens of loss 1 in one micro-batch, one of loss 5 in another."""
+    samples = token_losses([1, 1, 1], [5])
+    assert value(in_mode(mode), pieces(samples), layout) == ALIKE(right)
+    assert value(in_mode(mode), cut(samples), layout) == ALIKE(right)
+
+
+@every_layout
+def test_01_a_prompt_group_is_pooled_before_its_mean(layout):
+    samples = token_losses([1, 1, 1], [5], same_prompt=True)
+    assert value(in_mode("prompt-mean"), pieces(samples), layout) == ALIKE(2)
+    assert value(in_mode("prompt-mean"), ranks(samples), layout) == ALIKE(2)
+
+
+@every_layout
+@per_mode(
+    token_mean=0.32,
+    token_sum=320,
+    seq_mean_token_sum=160,
+    seq_mean_token_mean=0.4,
+    seq_mean_token_sum_norm=0.16,
+    prompt_mean=0.4,
+    constant=0.32,
+)
+def test_02_no_mean_of_means(layout, mode, right):
+    """100 tokens of 0.5 and 900 of 0.3, as two micro-batches and as two ranks."""
+    samples = token_losses([0.5] * 100, [0.3] * 900)
+    settings = in_mode(mode, scale=1000)
+    assert value(settings, pieces(samples), layout) == ALIKE(right)
+    assert value(settings, ranks(samples), layout) == ALIKE(right)
+
+
+@every_layout
+@per_mode(
+    token_mean=(0.5, 0.25),
+    token_sum=(2, 1),
+    seq_mean_token_sum=(1, 0.5),
+    seq_mean_token_mean=(0, 0),
+    seq_mean_token_sum_norm=(0.25, 0.125),
+    prompt_mean=(0, 0),
+    constant=(0.5, 0.25),
+)
+def test_03_opposite_advantages_do_not_cancel(layout, mode, right):
+    """One parameter behind every token: log sigmoid(0), lengths 1 and 3, advantages +1 and -1."""
+    half = math.log(0.5)
+    samples = (
+        sequence(1, log_probs=half, advantages=1.0, uid="a"),
+        sequence(3, log_probs=half, advantages=-1.0, uid="b"),
+    )
+    for parts in (pieces(samples), ranks(samples), cut(samples)):
+        theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        log_probs = torch.nn.functional.logsigmoid(theta).expand(make_leaves(samples)[0].numel())
+        loss = EnginePolicyLoss(LossConfig(**in_mode(mode)))
+        total = forward(loss, parts, layout, log_probs, None, Options(prompts=mode == "prompt-mean")).total
+        total.backward()
+        assert (total.item(), theta.grad.item()) == ALIKE(right)
+
+
+@pytest.mark.parametrize("term", ["pg", "entropy", "kl"])
+@every_layout
+@every_mode
+def test_04_every_term_is_normalised_globally(mode, layout, term):
+    """The gradient of each term alone, in 32 micro-batches, over the gradient in one: 1."""
+    samples = make_sequences(33, seed=4)
+    if term != "pg":
+        samples = tuple(replace(s, advantages=(0.0,) * s.length) for s in samples)
+    settings = (
+        in_mode(mode)
+        | {
+            "pg": {},
+            "entropy": {"entropy_coeff": 1.0},
+            "kl": {"use_kl_loss": True, "kl_loss_coef": 1.0},
+        }[term]
+    )
+    whole, many = (run_ours(settings, cut(samples, n), layout) for n in (1, 32))
+    name = "entropy_grad" if term == "entropy" else "log_prob_grad"
+    one, other = getattr(whole, name), getattr(many, name)
+    assert one.norm() > 0
+    assert (other.norm() / one.norm()).item() == pytest.approx(1, rel=1e-10)
+    assert (other - one).norm() <= 1e-10 * one.norm()
+
+
+@every_layout
+@per_mode(
+    token_mean=(1 / 6, 1 / 6),
+    token_sum=(1, 1),
+    seq_mean_token_sum=(1 / 2, 1 / 2),
+    seq_mean_token_mean=(1 / 10, 1 / 2),
+    seq_mean_token_sum_norm=(1 / 8, 1 / 8),
+    prompt_mean=(1 / 10, 1 / 2),
+    constant=(1 / 4, 1 / 4),
+)
+def test_05_ranks_share_one_denominator(layout, mode, right):
+    """Five tokens on one rank, one on the other, every loss 1: what each token weighs."""
+    samples = token_losses([1] * 5, [1])
+    got = run_ours(in_mode(mode), ranks(samples), layout)
+    expected = flat_gradient(samples, [[right[0]] * 5, [right[1]]])
+    torch.testing.assert_close(got.log_prob_grad, expected, rtol=1e-12, atol=1e-15)
+
+
+@every_layout
+@pytest.mark.parametrize(("mode", "right"), [("token-sum", 6), ("constant", 1.5)])
+def test_06_a_sum_survives_the_average_over_ranks(mode, right, layout):
+    samples = token_losses([1, 2], [3])
+    assert value(in_mode(mode), ranks(samples), layout) == ALIKE(right)
+    empty_rank = token_losses([1, 2, 3], None)
+    assert value(in_mode(mode), ranks(empty_rank), layout) == ALIKE(right)
+
+
+@every_layout
+@every_mode
+def test_07_megatron_schedules(mode, layout):
+    """Megatron divides by the number of micro-batches, verl multiplies by it first: the loss must not know.
+
+    In the per-token regime verl returns loss x routed tokens / dp_size and a local count, and Megatron divides
+    the gradients, summed over ranks, by the sum of the counts.
+    """
+    samples = make_sequences(9, seed=7)
+    parts = cut(samples, 3, 2, "uneven")
+    settings = in_mode(mode, entropy_coeff=0.2, use_kl_loss=True, kl_loss_coef=0.3)
+    whole = run_ours(settings, cut(samples), layout)
+    n, dp = 3, 2
+    totals = (("num_micro_batch", n), ("routed_num_tokens", 1000))
+    options = Options(prompts=mode == "prompt-mean", totals=totals)
+    for regime in ("schedule", "per-token"):
+        log_probs, entropy = make_leaves(samples)
+        loss = EnginePolicyLoss(LossConfig(**settings))
+        losses = forward(loss, parts, layout, log_probs, entropy, options).losses
+        if regime == "schedule":
+            total = sum(x * n / n for x in chain.from_iterable(losses)) / dp
+        else:
+            total = sum(x * 1000 / dp for x in chain.from_iterable(losses)) / 1000
+        total.backward()
+        torch.testing.assert_close(log_probs.grad, whole.log_prob_grad, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(entropy.grad, whole.entropy_grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+@every_layout
+@every_mode
+def test_08_a_fully_masked_row_is_no_token(mode, layout, count_empty):
+    """Four valid tokens with and without a masked row: the same, but for the modes that count sequences."""
+    settings = in_mode(mode, count_empty_sequences=count_empty)
+    with_row, without = token_losses([2, 3, 1], None, [4]), token_losses([2, 3, 1], [4])
+    share = 1.0
+    if count_empty and mode not in BLIND_TO_EMPTY:
+        share = 2 / 3
+    for parts in (cut(with_row), pieces(with_row)):
+        got = value(settings, parts, layout)
+        assert got == ALIKE(share * value(settings, cut(without), layout))
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@every_layout
+@every_mode
+def test_09_padding_rows_are_no_tokens(mode, layout, k):
+    """k masked rows added, in micro-batches of their own and beside others; packed, rows of padding only."""
+    samples = token_losses([2, 3, 1], [4])
+    alone = value(in_mode(mode), cut(samples), layout)
+    more = (*samples, *token_losses(*[None] * k))
+    more = tuple(replace(s, uid=f"{i}") for i, s in enumerate(more))
+    share = 1.0 if mode in BLIND_TO_EMPTY else 2 / (2 + k)
+    for parts in (cut(more), pieces(more), cut(more, 2)):
+        assert value(in_mode(mode), parts, layout) == ALIKE(share * alone)
+    if layout == "packed":
+        assert value(in_mode(mode), pieces(samples), layout, padding_rows=k) == ALIKE(alone)
+
+
+@pytest.mark.parametrize("divided", [([0, 1], [2, 3]), ([0], [1], [2], [3]), ([0, 1, 2, 3],), ([2], [3, 1, 0])])
+@every_layout
+@per_mode(
+    token_mean=13 / 6,
+    token_sum=13,
+    seq_mean_token_sum=(13 / 4, 13 / 3),
+    seq_mean_token_mean=(7 / 4, 7 / 3),
+    seq_mean_token_sum_norm=(13 / 16, 13 / 12),
+    prompt_mean=(7 / 4, 7 / 3),
+    constant=13 / 4,
+)
+def test_10_rows_are_counted_as_they_are_averaged(layout, mode, right, divided):
+    """Sequence means 1, 2, (masked), 4: counted with the masked sequence, and without."""
+    samples = token_losses([1, 1, 1], [2], None, [3, 5])
+    counted, left_out = right if isinstance(right, tuple) else (right, right)
+    for parts in (given_cut(samples, divided), given_cut(samples, *[[d] for d in divided])):
+        assert value(in_mode(mode), parts, layout) == ALIKE(counted)
+        assert value(in_mode(mode, count_empty_sequences=False), parts, layout) == ALIKE(left_out)
+
+
+NO_TOTALS = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
+
+
+@pytest.mark.parametrize("totals", [(), NO_TOTALS], ids=["totals", "no totals"])
+@every_layout
+@every_mode
+def test_11_nothing_valid(mode, layout, totals):
+    """No valid token in the whole mini-batch, cut in two: 0 with a graph, finite gradients and metrics."""
+    samples = poisoned(token_losses(None, None, None))
+    settings = in_mode(mode, entropy_coeff=0.1, use_kl_loss=True)
+    prompts = mode == "prompt-mean" and not totals
+    for parts in (cut(samples), cut(samples, 2)) if totals else (cut(samples), cut(samples, 2), ranks(samples)):
+        got = run_ours(settings, parts, layout, poison=True, totals=totals, prompts=prompts)
+        assert got.loss == 0.0
+        assert not got.log_prob_grad.any()
+        assert not got.entropy_grad.any()
+        assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss", "actor/ppo_kl"} <= set(got.metrics)
+        odd = {key: x for key, x in got.metrics.items() if not math.isfinite(x)}
+        assert not odd
+
+
+@every_layout
+@every_mode
+def test_11_a_micro_batch_without_a_token(mode, layout):
+    """A micro-batch and a rank with nothing valid, beside others: they add nothing, and emit every metric."""
+    samples = token_losses([1, 1, 1], None, [5, 2])
+    settings = in_mode(mode)
+    for parts in (pieces(samples), ranks(samples)):
+        got = run_ours(settings, parts, layout)
+        assert got.loss == ALIKE(oracle_value(samples, settings).loss)
+        assert len({tuple(m) for m in chain.from_iterable(got.emitted)}) == 1
+
+
+@every_layout
+@every_mode
+def test_12_a_masked_position_may_hold_anything(mode, layout):
+    """NaN and infinities at every masked position of every field, and gaps there that exp cannot hold."""
+    samples = make_sequences(9, seed=5, masked=2)
+    settings = in_mode(mode, entropy_coeff=0.2, use_kl_loss=True, kl_loss_coef=0.3)
+    far = tuple(
+        replace(
+            s,
+            log_probs=tuple(x if m else -2.0 for x, m in zip(s.log_probs, s.mask, strict=True)),
+            old_log_probs=tuple(x if m else -1e4 for x, m in zip(s.old_log_probs, s.mask, strict=True)),
+            ref_log_prob=tuple(x if m else 91.0 for x, m in zip(s.ref_log_prob, s.mask, strict=True)),
+        )
+        for s in samples
+    )
+    for parts in (cut(poisoned(samples)), cut(poisoned(samples), 4, 1, "uneven"), cut(poisoned(samples), 2, 2)):
+        check(settings, parts, layout, expected=samples, poison=True)
+    check(settings, cut(far, 3), layout, expected=samples)
+
+
+@every_layout
+@pytest.mark.parametrize("kind", ["low_var_kl", "k3"])
+def test_13_kl_is_clamped_without_nan(kind, layout):
+    """Log-prob -100 against -1: the value is 10, the gradient 0."""
+    samples = tuple(sequence(n, log_probs=-100.0, ref_log_prob=-1.0) for n in (1, 3))
+    settings = in_mode("token-mean", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind)
+    got = run_ours(settings, pieces(samples), layout)
+    assert (got.loss, got.metrics["kl_loss"]) == ALIKE((10.0, 10.0))
+    assert not got.log_prob_grad.any()
+
+
+@every_layout
+@pytest.mark.parametrize(
+    ("kind", "right", "slope"),
+    [
+        ("k1", 0.5, 1.0),
+        ("kl", 0.5, 1.0),
+        ("abs", 0.5, 1.0),
+        ("k2", 0.125, 0.5),
+        ("mse", 0.125, 0.5),
+        ("k3", 0.5 + math.exp(-0.5) - 1, 1 - math.exp(-0.5)),
+        ("low_var_kl", 0.10653, 0.39347),
+        ("k3+", 0.5 + math.exp(-0.5) - 1, 0.5),
+        ("k1+", 0.5, 0.5),
+        ("abs+", 0.5, 0.5),
+        ("k2+", 0.125, 0.5),
+        ("low_var_kl+", 0.10653, 0.5),
+    ],
+)
+def test_14_kl_estimators(kind, right, slope, layout):
+    """Log-prob -1, reference -1.5: value and gradient of every estimator."""
+    samples = tuple(sequence(n, log_probs=-1.0, ref_log_prob=-1.5) for n in (1, 3))
+    settings = in_mode("token-sum", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind)
+    got = run_ours(settings, pieces(samples), layout)
+    bound = 1e-5 if "low" in kind else 1e-12
+    assert got.loss == pytest.approx(4 * right, rel=bound * 10)
+    expected = flat_gradient(samples, [[slope], [slope] * 3])
+    torch.testing.assert_close(got.log_prob_grad, expected, rtol=bound * 10, atol=1e-15)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_15_counts_do_not_round(packed):
+    """A bf16 mask of 257 ones counts 257 (256 in bf16), and so does a sum of bf16 losses."""
+    mask = torch.zeros(2, 257, dtype=torch.bfloat16)
+    mask[0], mask[1, :3] = 1, 1
+    segments = (mask != 0).long() if packed else None
+    ratio = aggregate_loss(torch.ones_like(mask), mask, "token-mean", segment_ids=segments)
+    assert (ratio.numerator.item(), ratio.denominator.item(), ratio.value().item()) == (260, 260, 1)
+    assert ratio.numerator.dtype in (torch.float32, torch.float64)
+    one = aggregate_loss(torch.ones_like(mask), mask, "seq-mean-token-mean", segment_ids=segments)
+    assert one.value().item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_15_bf16_log_probs(mode):
+    """Log-probs and mask in bf16, 257 + 3 tokens: the sums behind the loss are not."""
+    samples = token_losses([1.0] * 257, [1.0] * 3)
+    right = {"token-mean": 1.0, "seq-mean-token-mean": 1.0, "seq-mean-token-sum": 130.0}[mode]
+    for loss in (EnginePolicyLoss, TrinityPolicyLoss):
+        for layout in LAYOUTS:
+            batch = build(cut(samples), layout, Options(dtype=torch.bfloat16))[0][0]
+            leaf, _ = make_leaves(samples, torch.bfloat16)
+            data = batch.data.clone(recurse=False)
+            data["response_mask"] = data["response_mask"].to(torch.bfloat16)
+            got, _ = loss(LossConfig(loss_agg_mode=mode))(
+                model_output={"log_probs": batch.lay_out(leaf)}, data=data, dp_group=None
+            )
+            got.backward()
+            assert got.dtype == torch.float32
+            assert got.item() == pytest.approx(right, abs=1e-5)
+            assert leaf.grad.double().sum().item() == pytest.approx(right, rel=5e-3)
+
+
+@every_layout
+@per_mode(
+    token_mean=1.95,
+    token_sum=7.8,
+    seq_mean_token_sum=3.9,
+    seq_mean_token_mean=0.9,
+    seq_mean_token_sum_norm=0.975,
+    prompt_mean=0.9,
+    constant=1.95,
+)
+def test_16_the_dual_clip_has_a_condition(layout, mode, right):
+    """Ratio 10: with advantage -1 the loss is c = 3, with +1 it is -1.2, and neither has a gradient."""
+    high = math.log(10.0)
+    samples = (
+        sequence(3, old_log_probs=-1.0 - high, advantages=-1.0, uid="a"),
+        sequence(1, old_log_probs=-1.0 - high, advantages=1.0, uid="b"),
+    )
+    got = run_ours(in_mode(mode), pieces(samples), layout)
+    assert got.loss == ALIKE(right)
+    assert not got.log_prob_grad.any()
+    assert got.metrics["actor/pg_clipfrac"] == ALIKE(0.25)
+    assert got.metrics["actor/pg_clipfrac_lower"] == ALIKE(0.75)
+
+
+def test_17_arguments_that_nobody_reads_are_refused():
+    with pytest.raises(TypeError, match="clip_ratio_C"):
+        LossConfig(clip_ratio_C=3.0)
+    with pytest.raises(ValueError, match="tau_pos"):
+        LossConfig(loss_mode="ppo", loss_args={"tau_pos": 1.0})
+    with pytest.raises(ValueError, match=r"tau_neg.*loss_mode 'ppo'"):
+        LossConfig(loss_args={"tau_neg": 1.0})
+    with pytest.raises(ValueError, match="token-mean"):
+        LossConfig(loss_agg_mode="token_mean")
+    with pytest.raises(ValueError, match="low_var_kl"):
+        LossConfig(use_kl_loss=True, kl_loss_type="low-var-kl")
+    with pytest.raises(ValueError, match="ppo"):
+        LossConfig(loss_mode="pppo")
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        LossConfig(loss_scale_factor=4.0)
+
+
+def broadcast_batch(layout, **fields):
+    """Two sequences in a tensor of width two, with the fields given in place of the batch's own."""
+    samples = (
+        sequence(1, advantages=-1.0, uid="a"),
+        sequence(2, advantages=-1.0, uid="b"),
+    )
+    batch = build(cut(samples), layout, Options(width=None if layout == "packed" else 2))[0][0]
+    # A plain dictionary: a TensorDict would refuse some of these shapes itself.
+    data = {name: batch.data[name] for name in batch.data.keys()} | fields  # noqa: SIM118
+    leaf, _ = make_leaves(samples)
+    output = {"log_probs": batch.lay_out(leaf)}
+    return lambda mode: EnginePolicyLoss(LossConfig(**in_mode(mode)))(model_output=output, data=data, dp_group=None)
+
+
+PER_SEQUENCE_WEIGHTS = {
+    "token-mean": 7 / 3,
+    "token-sum": 7,
+    "seq-mean-token-sum": 7 / 2,
+    "seq-mean-token-mean": 2,
+    "seq-mean-token-sum-norm": 7 / 8,
+    "constant": 7 / 4,
+}
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize(("mode", "right"), PER_SEQUENCE_WEIGHTS.items())
+def test_18_one_number_per_sequence(mode, right, layout):
+    """[B, 1] is one number per sequence, also where B equals the width: weights 1 and 3, token losses 1."""
+    column = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    loss, _ = broadcast_batch(layout, rollout_is_weights=column)(mode)
+    assert loss.item() == ALIKE(right)
+    loss, _ = broadcast_batch(layout, advantages=-column)(mode)
+    assert loss.item() == ALIKE(right)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize("name", ["rollout_is_weights", "advantages", "old_log_probs"])
+def test_18_a_vector_is_refused(name, layout):
+    """[B] could be either, so it is neither; nor does [1, T] spread over rows, or a wrong count over anything."""
+    for shape in ((2,), (1, 2), (1,), (3,), (3, 1), (1, 1), (2, 2, 1), ()):
+        call = broadcast_batch(layout, **{name: torch.ones(shape, dtype=torch.float64)})
+        with pytest.raises(ValueError, match=name):
+            call("token-mean")
+
+
+@pytest.mark.parametrize("name", ["rollout_is_weights", "advantages", "old_log_probs"])
+def test_18_packed_rows_have_no_number_of_their_own(name):
+    """Two sequences in one row of five: neither a number per row nor one per sequence fits it."""
+    for shape in ((1, 1), (1,), (2,), (5,), (2, 1), (1, 2), ()):
+        call = broadcast_batch("packed", **{name: torch.ones(shape, dtype=torch.float64)})
+        with pytest.raises(ValueError, match=name):
+            call("token-mean")
+
+
+@every_layout
+@per_mode(
+    token_mean=3,
+    token_sum=27,
+    seq_mean_token_sum=13.5,
+    seq_mean_token_mean=5.5,
+    seq_mean_token_sum_norm=27 / 8,
+    prompt_mean=5.5,
+    constant=27 / 4,
+)
+def test_19_a_packed_row_is_several_sequences(layout, mode, right):
+    """Lengths 7 and 2, packed into one row: (mean + mean) / 2, not the pooled mean of nine tokens."""
+    samples = token_losses([1] * 7, [10] * 2)
+    assert value(in_mode(mode), cut(samples), layout, per_row=(2,)) == ALIKE(right)
+
+
+@per_mode(
+    token_mean=3,
+    token_sum=27,
+    seq_mean_token_sum=13.5,
+    seq_mean_token_mean=5.5,
+    seq_mean_token_sum_norm=27 / 8,
+    prompt_mean=5.5,
+    constant=27 / 4,
+)
+def test_19_aggregate_loss_of_a_packed_row(mode, right):
+    """The same through aggregate_loss, which takes each layout, with masked tokens that hold NaN."""
+    nan = float("nan")
+    rows = torch.tensor([[1.0] * 7 + [10.0] * 2 + [nan] * 2], dtype=torch.float64)
+    segments = torch.tensor([[4] * 7 + [2] * 2 + [0, 0]])
+    wide = torch.tensor([[1.0] * 7, [10.0] * 2 + [nan] * 5], dtype=torch.float64)
+    scale = {"loss_scale_factor": 4.0} if mode in SCALED else {}
+    prompts = mode == "prompt-mean"
+    packed = aggregate_loss(
+        rows, segments != 0, mode, segment_ids=segments, prompt_ids=segments if prompts else None, **scale
+    )
+    padded = aggregate_loss(wide, ~wide.isnan(), mode, prompt_ids=torch.tensor([4, 2]) if prompts else None, **scale)
+    assert packed.value().item() == ALIKE(right)
+    assert padded.value().item() == ALIKE(right)
+    assert (packed.numerator / packed.denominator).item() == ALIKE(right)
+
+
+def test_19_packed_fixture():
+    """The rectangle [[9, 2, 4], [6], [8, 10]] as packed rows, with masked tokens and a row of padding."""
+    losses = torch.tensor([[9.0, 2, 4, 6, 0], [8, 10, 0, 0, 0], [0, 0, 0, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    segments = torch.tensor([[1, 1, 1, 2, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    rectangle = torch.tensor([[9.0, 2, 4], [6, 0, 0], [8, 10, 0]])
+    valid = torch.tensor([[0, 1, 1], [1, 0, 0], [1, 1, 0]])
+    for mode, right in (
+        ("token-mean", 6.0),
+        ("token-sum", 30.0),
+        ("seq-mean-token-sum", 10.0),
+        ("seq-mean-token-mean", 6.0),
+        ("seq-mean-token-sum-norm", 2.5),
+        ("constant", 7.5),
+    ):
+        scale = {"loss_scale_factor": 4.0} if mode in SCALED else {}
+        for count_empty in (True, False):
+            extra = scale | {"count_empty_sequences": count_empty}
+            assert aggregate_loss(losses, mask, mode, segment_ids=segments, **extra).value() == ALIKE(right)
+            assert aggregate_loss(rectangle, valid, mode, **extra).value() == ALIKE(right)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@every_mode
+def test_21_the_width_is_no_norm(mode, layout):
+    """Four tokens of loss 1, width 4 and 8; the constant is asked for."""
+    samples = token_losses([1, 1, 1], [1])
+    narrow, wide = (value(in_mode(mode), cut(samples), layout, width=width) for width in (4, 8))
+    assert narrow == ALIKE(wide)
+    if mode in SCALED:
+        for wrong in (None, 0, -3, float("inf"), float("nan"), True):
+            with pytest.raises(ValueError, match="loss_scale_factor"):
+                LossConfig(loss_agg_mode=mode, loss_scale_factor=wrong)
+        with pytest.raises(ValueError, match="loss_scale_factor"):
+            aggregate_loss(torch.ones(2, 3), torch.ones(2, 3), mode)
+
+
+@every_layout
+@per_mode(
+    token_mean=2,
+    token_sum=8,
+    seq_mean_token_sum=4,
+    seq_mean_token_mean=3,
+    seq_mean_token_sum_norm=1,
+    prompt_mean=3,
+    constant=2,
+)
+def test_22_metrics_are_weighted(layout, mode, right):
+    """KL 1 on three tokens and 5 on one; entropy and ppo_kl likewise, the last a token mean in any mode."""
+    samples = (
+        sequence(3, ref_log_prob=-2.0, entropy=1.0, old_log_probs=0.0, uid="a"),
+        sequence(1, ref_log_prob=-6.0, entropy=5.0, old_log_probs=4.0, uid="b"),
+    )
+    settings = in_mode(mode, use_kl_loss=True, kl_loss_type="k1", entropy_coeff=0.5)
+    for parts in (cut(samples), pieces(samples), ranks(samples)):
+        metrics = run_ours(settings, parts, layout).metrics
+        assert metrics["kl_loss"] == ALIKE(right)
+        assert metrics["actor/entropy_loss"] == ALIKE(right)
+        assert metrics["actor/ppo_kl"] == ALIKE(2.0)
+        assert metrics["kl_coef"] == ALIKE(0.001)
+
+
+@every_layout
+@every_mode
+def test_23_a_name_says_how_a_metric_is_reduced(mode, layout):
+    """verl's driver goes by the key: max and min are in it exactly when the metric is one."""
+    settings = in_mode(mode, entropy_coeff=0.1, use_kl_loss=True)
+    got = run_ours(settings, cut(make_sequences(9, seed=1), 3), layout)
+    for metrics in got.emitted[0]:
+        for key, metric in metrics.items():
+            named = "max" if "max" in key else "min" if "min" in key else None
+            if isinstance(metric, Metric):
+                kinds = {AggregationType.MAX: "max", AggregationType.MIN: "min"}
+                assert kinds.get(metric.aggregation) == named, key
+            else:
+                assert named is None, key
+
+
+PADDED_RATIOS = {"level": "sequence"}, {"level": "geometric"}, {"level": "token"}
+
+
+@pytest.mark.parametrize("options", PADDED_RATIOS, ids=lambda o: o["level"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_24_padding_has_no_weight(options, packed):
+    """Sequence weights 0.9 and 1.1, and two rows of padding: they are neither the minimum nor in the mean."""
+    nan = float("nan")
+    low, high = math.log(0.9), math.log(1.1)
+    if options["level"] == "sequence":
+        low, high = low / 2, high / 3
+    if packed:
+        old = torch.tensor([[low, low, nan, high, high, high], [nan] * 6, [nan] * 6], dtype=torch.float64)
+        segments = torch.tensor([[3, 3, 0, 1, 1, 1], [0] * 6, [0] * 6])
+        mask = segments != 0
+    else:
+        old = torch.tensor([[low, low, nan], [high] * 3, [nan] * 3, [nan] * 3], dtype=torch.float64)
+        segments, mask = None, ~old.isnan()
+    rollout = torch.where(mask, 0.0, old)
+    metrics = importance_sampling_metrics(old, rollout, mask, segment_ids=segments, **options)
+    assert metrics["rollout_is_seq_min"] == ALIKE(0.9)
+    assert metrics["rollout_is_seq_max"] == ALIKE(1.1)
+    assert metrics["rollout_is_seq_mean"] == ALIKE(1.0)
+    assert metrics["rollout_is_min"] == ALIKE(0.9)
+    assert metrics["rollout_is_max"] == ALIKE(1.1)
+    assert metrics["rollout_is_seq_max_deviation"] == pytest.approx(0.1, rel=1e-10)
+    assert metrics["rollout_is_seq_std"] == pytest.approx(math.sqrt(0.02), rel=1e-10)
+    assert metrics["rollout_is_mean"] == ALIKE((2 * 0.9 + 3 * 1.1) / 5)
+
+
+def test_24_perplexities_of_real_rows():
+    """Log-perplexities 2 (trainer) and 1 (rollout) in one row, and one row of padding."""
+    old = torch.tensor([[-1.0, -2.0, -3.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    rollout = torch.tensor([[-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    metrics = importance_sampling_metrics(old, rollout, mask)
+    assert metrics["log_ppl_diff"] == ALIKE(1.0)
+    assert metrics["training_ppl"] == ALIKE(math.exp(2.0))
+    assert metrics["rollout_ppl"] == ALIKE(math.exp(1.0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_25_rollout_log_probs_that_are_no_numbers(bad):
+    """At a valid token: an error that names the sequence and the position. At a masked one: nothing."""
+    old = torch.full((2, 4), -1.0)
+    rollout = torch.full((2, 4), -1.2)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    rollout[0, 3] = bad
+    clean = importance_sampling_metrics(old, rollout, mask)
+    assert all(math.isfinite(x) for x in clean.values())
+    rollout[1, 2] = bad
+    with pytest.raises(ValueError, match=r"rollout.*token 2 of sequence 1"):
+        importance_sampling_metrics(old, rollout, mask)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["rollout_is_weights", "advantages", "old_log_probs", "log_probs"])
+def test_25_no_field_may_be_nan_where_it_counts(name, layout):
+    """The same for what the loss reads: it names the field, the token and the sequence."""
+    good = sequence(2, advantages=1.0)
+    bad = sequence(3, advantages=1.0, mask=[1, 0, 1])
+    bad = replace(bad, **{name: (1.0, 1.0, float("nan"))})
+    where = "segment 2 of row 0" if layout == "packed" else "sequence 1"
+    with pytest.raises(ValueError, match=rf"{name}.*token 2 of {where}"):
+        run_ours(in_mode("token-mean"), cut((good, bad)), layout, with_entropy=False)
+
+
+@every_layout
+def test_26_the_exponential_is_clamped(layout):
+    """Log-ratio 29 in k3: the input is clamped to 20, the output to 10; ppo's ratio is exp(20) and clipped."""
+    samples = tuple(sequence(n, log_probs=-30.0, ref_log_prob=-1.0) for n in (1, 3))
+    settings = in_mode("token-mean", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k3")
+    got = run_ours(settings, pieces(samples), layout)
+    assert got.metrics["kl_loss"] == ALIKE(10.0)
+    assert not got.log_prob_grad.any()
+    far = tuple(sequence(n, old_log_probs=-800.0, advantages=1.0) for n in (1, 3))
+    got = run_ours(in_mode("token-mean"), pieces(far), layout)
+    assert got.loss == ALIKE(-1.2)
+    assert got.metrics["actor/ppo_kl"] == ALIKE(-20.0)
+
+
+@every_layout
+@every_mode
+def test_local_means_are_the_same_without_a_cut(mode, layout):
+    """TrinityPolicyLoss on the whole batch is the oracle, with plain floats as metrics."""
+    samples = make_sequences(9, seed=8)
+    settings = in_mode(mode, entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.5)
+    got = run(TrinityPolicyLoss(LossConfig(**settings)), cut(samples), layout, totals=NO_TOTALS)
+    expected = oracle_value(samples, settings)
+    assert got.loss == pytest.approx(expected.loss, rel=1e-10)
+    reference = flat_gradient(samples, expected.log_prob_grad)
+    torch.testing.assert_close(got.log_prob_grad, reference, rtol=1e-10, atol=1e-13)
+    emitted = got.emitted[0][0]
+    assert all(type(x) is float for x in emitted.values()), emitted
+    for key, right in expected.metrics.items():
+        assert emitted[key] == pytest.approx(right, rel=1e-10, abs=1e-14), key
+
+
+def test_every_loss_mode_is_in_the_oracle():
+    """A loss mode that the oracle does not know is a loss mode without a test."""
+    known = {name for name in policy_loss_names() if not name.startswith("docs-")}
+    assert known <= set(POLICY_LOSSES) | {"dpo"}

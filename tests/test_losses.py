@@ -1,0 +1,279 @@
+"""Every policy loss in every mode, on cuts in every layout, against the oracle: value, gradient and metrics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from batches import LAYOUTS, assert_equals_oracle, cut, make_sequences, poisoned, run
+from oracle import MODES, evaluate
+from ours import check, in_mode, run_ours
+
+from trinity_loss import EnginePolicyLoss, LossConfig
+
+CLIP = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.6}
+REC = {
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.3,
+    "epsilon_low_prime": 0.4,
+    "epsilon_high_prime": 0.5,
+    "clip_mode": "none",
+    "weight": "none",
+    "regularizer": "none",
+    "regularizer_coef": 0.0,
+    "temp": 0.7,
+}
+
+
+def rec(**arguments):
+    return {"loss_mode": "rec", "loss_args": REC | arguments}
+
+
+OF_VERL = {
+    "ppo": {},
+    "gspo": {},
+    "cispo": {},
+    "sapo": {"loss_args": {"tau_pos": 1.3, "tau_neg": 1.7}},
+    "gmpo": {},
+    "gpg": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "dro": {"loss_args": {"dro_beta": 0.3}},
+}
+OF_TRINITY = {
+    "importance_sampling": {},
+    "topr": {"loss_args": {"advantage_threshold": 0.2}},
+    "opmd": {"loss_args": {"tau": 0.6}},
+    "sppo": {"loss_args": {"epsilon": 0.3}},
+    "sft": {},
+    "rec": rec(),
+    "rec two-side": rec(clip_mode="two-side", weight="importance_sampling"),
+    "rec one-side": rec(clip_mode="one-side", weight="advantage", regularizer="k2", regularizer_coef=0.1),
+    "rec gspo": rec(clip_mode="gspo-one-side", weight="gspo_importance_sampling"),
+    "rec ring": rec(clip_mode="ring", regularizer="forward-kl", regularizer_coef=0.1),
+}
+LOSSES = {
+    name: {"loss_mode": name, "use_weights": name in OF_VERL} | settings
+    for name, settings in (OF_VERL | OF_TRINITY).items()
+}
+#: verl adds 1e-10 to the rollout weights before their geometric mean.
+LOSSES["gmpo"]["weight_floor"] = 1e-10
+DEFAULT_ARGS = {
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "topr": {"advantage_threshold": 0.0},
+    "opmd": {"tau": 1.0},
+    "sppo": {"epsilon": 0.3},
+}
+SAMPLES = make_sequences(11, seed=2)
+
+every_loss = pytest.mark.parametrize("name", LOSSES)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def settings_of(name, mode="token-mean", **more):
+    return in_mode(mode, 3.5) | CLIP | LOSSES[name] | more
+
+
+def without_weights(name):
+    return {} if LOSSES[name]["use_weights"] else {"leave_out": ("rollout_is_weights",)}
+
+
+@every_loss
+@every_mode
+def test_on_cuts(mode, name):
+    """Whole, and cut; every layout has its turn at each number of pieces over losses and modes."""
+    settings = settings_of(name, mode)
+    turn = MODES.index(mode) + list(LOSSES).index(name)
+    cuts = ((1, 1, "even"), (4, 1, "uneven"), (2, 2, "dynamic"))
+    for i, (micro, ranks, how) in enumerate(cuts):
+        parts = cut(SAMPLES, micro, ranks, how, seed=3)
+        got = check(settings, parts, LAYOUTS[(i + turn) % 3], **without_weights(name))
+        assert got.log_prob_grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_loss
+def test_without_rollout_weights(name, layout):
+    settings = settings_of(name, use_weights=False)
+    check(settings, cut(SAMPLES, 4, 1, "uneven"), layout, leave_out=("rollout_is_weights",))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_loss
+def test_masked_positions_may_hold_anything(name, layout):
+    """NaN and infinities where the mask is 0, padding included; one micro-batch holds nothing else."""
+    parts = cut(poisoned(SAMPLES), 4, 1, "uneven")
+    check(settings_of(name), parts, layout, expected=SAMPLES, poison=True, **without_weights(name))
+
+
+@every_loss
+def test_the_policy_has_not_moved(name):
+    """The first step after a rollout: ratio 1 at every token, on the kink of nothing."""
+    samples = tuple(replace(s, old_log_probs=s.log_probs) for s in SAMPLES)
+    assert any(s.tokens for s in samples)
+    for layout in LAYOUTS:
+        check(settings_of(name, "seq-mean-token-mean"), cut(samples, 3), layout, **without_weights(name))
+
+
+@every_loss
+def test_advantages_of_zero(name):
+    """A group whose answers are all alike: advantage 0 at some tokens and at whole sequences."""
+    samples = tuple(
+        replace(s, advantages=tuple(0.0 if (i + t) % 3 else a for t, a in enumerate(s.advantages)))
+        for i, s in enumerate(SAMPLES)
+    )
+    samples = (replace(samples[0], advantages=(0.0,) * samples[0].length), *samples[1:])
+    check(settings_of(name), cut(samples, 3), "nested", **without_weights(name))
+
+
+EXTREME = [n for n in LOSSES if not n.startswith("rec") and n not in ("dro", "sft", "opmd", "gpg")]
+
+
+@pytest.mark.parametrize("name", EXTREME)
+@pytest.mark.parametrize("gap", [15.0, -15.0, 60.0, -60.0])
+def test_log_ratios_far_from_zero(name, gap):
+    """Policies that have drifted apart, up and down, beside tokens that have not: the clamps of the definitions."""
+    samples = tuple(
+        replace(
+            s,
+            log_probs=tuple(x - 61 if i % 2 else x for x in s.log_probs),
+            old_log_probs=tuple(x - 61 - gap if i % 2 else x for x in s.log_probs),
+        )
+        for i, s in enumerate(SAMPLES)
+    )
+    reference = evaluate(samples, **settings_of(name))
+    assert math.isfinite(reference.loss)
+    got = run_ours(settings_of(name), cut(samples, 3), "nested", **without_weights(name))
+    scale = max(1.0, abs(reference.loss), max(abs(g) for row in reference.log_prob_grad for g in row))
+    assert_equals_oracle(got, reference, samples, 1e-10 * scale)
+
+
+@every_loss
+def test_float32(name):
+    """Loss and gradient in float32, whole and cut."""
+    settings = settings_of(name, "seq-mean-token-mean")
+    for parts, layout in ((cut(SAMPLES), "padded"), (cut(SAMPLES, 4, 1, "uneven"), "nested")):
+        check(settings, parts, layout, 1e-5, dtype=torch.float32, **without_weights(name))
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if not n.startswith("rec")])
+def test_defaults_are_those_of_the_origin(name):
+    """verl's and Trinity-RFT's own defaults, where a loss is configured by nothing but its name."""
+    mine = {k: v for k, v in LOSSES[name].items() if k != "loss_args"} | in_mode("token-mean")
+    if name == "dro":
+        with pytest.raises(ValueError, match="dro_beta"):
+            LossConfig(loss_mode="dro")
+        return
+    expected = evaluate(SAMPLES, **mine, loss_args=DEFAULT_ARGS.get(name, {}))
+    got = run_ours(mine, cut(SAMPLES, 2), "nested", **without_weights(name))
+    assert_equals_oracle(got, expected, SAMPLES)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("vanilla", "ppo"), ("geo_mean", "gmpo")])
+def test_aliases(alias, name):
+    settings = settings_of(name) | {"loss_mode": alias}
+    check(settings, cut(SAMPLES, 3), "nested")
+    assert run_ours(settings, cut(SAMPLES), "nested").loss == run_ours(settings_of(name), cut(SAMPLES), "nested").loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_loss
+def test_nothing_valid(name, layout):
+    """No valid token anywhere: 0 with a graph, no gradient, finite metrics."""
+    samples = poisoned(tuple(replace(s, mask=(0,) * s.length) for s in SAMPLES[:3]))
+    got = run_ours(settings_of(name), cut(samples, 2), layout, poison=True, **without_weights(name))
+    assert got.loss == 0.0
+    assert not got.log_prob_grad.any()
+    assert not {key: x for key, x in got.metrics.items() if not math.isfinite(x)}
+
+
+@every_loss
+def test_every_micro_batch_emits_every_metric(name):
+    """Ranks that emitted different keys would not reduce; an empty micro-batch is where they could."""
+    got = run_ours(settings_of(name), cut(SAMPLES, 2, 2, "uneven"), "nested", **without_weights(name))
+    keys = {tuple(sorted(m)) for rank in got.emitted for m in rank}
+    assert len(keys) == 1
+    assert "actor/pg_loss" in keys.pop()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extremes_of_the_ratio(layout):
+    """The ratio's largest and smallest over the mini-batch, wherever they lie."""
+    ratios = [
+        math.exp(x - o) for s in SAMPLES for x, o in zip(s.valid(s.log_probs), s.valid(s.old_log_probs), strict=True)
+    ]
+    for micro, ranks in ((1, 1), (4, 1), (2, 2)):
+        metrics = run_ours(settings_of("ppo"), cut(SAMPLES, micro, ranks, "uneven"), layout).metrics
+        assert metrics["actor/ratio_max"] == pytest.approx(max(ratios), rel=1e-10)
+        assert metrics["actor/ratio_min"] == pytest.approx(min(ratios), rel=1e-10)
+        assert metrics["actor/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_dppo_kl_of_certain_tokens(dtype):
+    """Probabilities of exactly 1, as float32 log-probs of confident tokens are: neither 0/0 nor log 0.
+
+    The divergence from 1 to 0.9999 is 1e-4 and from 0.9999 to 1 about 8e-4: both are kept, in either type.
+    """
+    near, one = math.log(0.9999), 0.0
+    base = SAMPLES[0]
+    pairs = [
+        (near, one, 1.0),
+        (near, one, -1.0),
+        (one, near, 1.0),
+        (one, near, -1.0),
+        (one, one, 1.0),
+        (one, one, -1.0),
+    ]
+    samples = tuple(
+        replace(
+            base,
+            mask=(1,) * n,
+            uid=f"{i}",
+            **{
+                field: (x,) * n
+                for field, x in (
+                    ("log_probs", new),
+                    ("old_log_probs", old),
+                    ("advantages", advantage),
+                    ("ref_log_prob", -1.0),
+                    ("entropy", 1.0),
+                    ("rollout_is_weights", 1.0),
+                    ("rollout_log_probs", -1.0),
+                )
+            },
+        )
+        for i, (new, old, advantage) in enumerate(pairs)
+        for n in (1 + i % 3,)
+    )
+    expected = evaluate(samples, **settings_of("dppo_kl"))
+    assert expected.metrics["actor/pg_clipfrac"] == 0.0
+    got = run_ours(settings_of("dppo_kl"), cut(samples, 2), "nested", dtype=dtype)
+    assert_equals_oracle(got, expected, samples, 1e-10 if dtype == torch.float64 else 1e-5)
+
+
+PAIRS = tuple(s for s in make_sequences(13, seed=6) if s.tokens)[:12]
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_dpo_is_a_mean_over_pairs(smoothing, layout):
+    """Pairs stay together in a micro-batch (verl: force_group_size=2); the mean is over those of the mini-batch."""
+    arguments = {"beta": 0.4, "label_smoothing": smoothing}
+    expected = evaluate(PAIRS, loss_mode="dpo", loss_args=arguments)
+    loss = EnginePolicyLoss(LossConfig(loss_mode="dpo", loss_args=arguments))
+    chosen = [sum(s.valid(s.log_probs)) - sum(s.valid(s.ref_log_prob)) for s in PAIRS[::2]]
+    rejected = [sum(s.valid(s.log_probs)) - sum(s.valid(s.ref_log_prob)) for s in PAIRS[1::2]]
+    for micro, ranks in ((1, 1), (3, 1), (6, 1), (3, 2), (2, 3)):
+        got = run(loss, cut(PAIRS, micro, ranks), layout, with_entropy=False)
+        assert_equals_oracle(got, expected, PAIRS, keys=("actor/pg_loss",))
+        assert got.metrics["actor/chosen_reward"] == pytest.approx(0.4 * sum(chosen) / 6)
+        assert got.metrics["actor/rejected_reward"] == pytest.approx(0.4 * sum(rejected) / 6)
+        right = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 6
+        assert got.metrics["actor/accuracy"] == pytest.approx(right)
+
+
+def test_dpo_refuses_half_a_pair():
+    loss = EnginePolicyLoss(LossConfig(loss_mode="dpo"))
+    with pytest.raises(ValueError, match="pairs"):
+        run(loss, cut(PAIRS[:3]), "nested", with_entropy=False)
