@@ -195,11 +195,11 @@ def importance_sampling(inputs: PolicyInputs) -> TokenLoss:
 def topr(inputs: PolicyInputs, *, advantage_threshold: float = 0.0) -> TokenLoss:
     """Truncates the ratio at 1 for answers that are not good: https://arxiv.org/abs/2503.14286."""
     log_ratio, _ = _log_ratio(inputs)
-    ratio = log_ratio.exp()
     is_good = _above(inputs.advantages, advantage_threshold)
-    alpha = torch.lerp(ratio.clamp(max=1.0), torch.ones_like(ratio), is_good)
+    truncated = (inputs.log_prob - inputs.old_log_prob).clamp(max=0.0).exp()
+    alpha = torch.lerp(truncated, torch.ones_like(truncated), is_good)
     derivative = -alpha * inputs.advantages
-    metrics = _metrics(ratio, log_ratio)
+    metrics = _metrics(log_ratio.exp(), log_ratio)
     metrics["means"]["actor/topr_alpha"] = alpha
     return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
 
@@ -251,11 +251,11 @@ def rec(
 ) -> TokenLoss:
     """REINFORCE with chosen clipping, weighting and regularizer: https://arxiv.org/abs/2509.24203."""
     advantages, tokens = inputs.advantages, inputs.tokens
-    log_ratio, moves = _log_ratio(inputs)
-    ratio = log_ratio.exp()
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    ratio = log_ratio.clamp(max=_LOG_RATIO_LIMIT).exp()
     of_sequence = ratio
     if clip_mode == "gspo-one-side" or weight == "gspo_importance_sampling":
-        of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio)).exp()
+        of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio).clamp(max=_LOG_RATIO_LIMIT)).exp()
     good, bad = _at_most(-advantages, 0.0), _at_most(advantages, 0.0)
 
     def one_side(clipped: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def rec(
         values, derivative = values - regularizer_coef * inputs.log_prob, derivative - regularizer_coef
     elif regularizer == "k2":
         values = values + regularizer_coef * log_ratio.square()
-        derivative = derivative + 2 * regularizer_coef * log_ratio * moves
+        derivative = derivative + 2 * regularizer_coef * log_ratio
     return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, 1 - keeps))
 
 
