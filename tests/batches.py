@@ -400,7 +400,7 @@ def packed(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> 
     return MicroBatch(TensorDict(data, batch_size=[len(packs)]), index, None)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def build(parts: Cut, layout: str, options: Options = Options()) -> tuple[tuple[MicroBatch, ...], ...]:
     """Every micro-batch of the cut, with the mini-batch's totals on it."""
     make = {"nested": nested, "padded": padded, "packed": packed}[layout]

@@ -126,10 +126,13 @@ def test_03_opposite_advantages_do_not_cancel(layout, mode, right):
 
 
 @pytest.mark.parametrize("term", ["pg", "entropy", "kl"])
-@every_layout
 @every_mode
-def test_04_every_term_is_normalised_globally(mode, layout, term):
-    """The gradient of each term alone, in 32 micro-batches, over the gradient in one: 1."""
+def test_04_every_term_is_normalised_globally(mode, term):
+    """The gradient of each term alone, in 32 micro-batches, over the gradient in one: 1.
+
+    The layouts take turns; ``test_invariance`` has every term in every mode and layout.
+    """
+    layout = LAYOUTS[(MODES.index(mode) + len(term)) % 3]
     samples = make_sequences(33, seed=4)
     if term != "pg":
         samples = tuple(replace(s, advantages=(0.0,) * s.length) for s in samples)
@@ -219,7 +222,7 @@ def test_08_a_fully_masked_row_is_no_token(mode, layout, count_empty):
         assert got == ALIKE(share * value(settings, cut(without), layout))
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 4])
 @every_layout
 @every_mode
 def test_09_padding_rows_are_no_tokens(mode, layout, k):
@@ -235,7 +238,7 @@ def test_09_padding_rows_are_no_tokens(mode, layout, k):
         assert value(in_mode(mode), pieces(samples), layout, padding_rows=k) == ALIKE(alone)
 
 
-@pytest.mark.parametrize("divided", [([0, 1], [2, 3]), ([0], [1], [2], [3]), ([0, 1, 2, 3],), ([2], [3, 1, 0])])
+@pytest.mark.parametrize("divided", [([0, 1], [2, 3]), ([0], [1], [2], [3]), ([0, 1, 2, 3],)])
 @every_layout
 @per_mode(
     token_mean=13 / 6,
