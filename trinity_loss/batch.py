@@ -24,7 +24,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from trinity_loss.aggregation import Totals
-from trinity_loss.errors import FieldShapeError, MissingFieldError, NonFiniteError, TotalsError
+from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 #: A TensorDict, or any mapping.
@@ -212,19 +212,6 @@ class MicroBatch:
             return value.to(torch.int64)
         zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
         return zeros.scatter_(0, tokens.sequence, value.reshape(-1).to(torch.int64))
-
-    def check_finite(self, name: str, values: Tensor) -> None:
-        """Raises :class:`NonFiniteError` naming the first counted token of values [N] that is not finite."""
-        bad = torch.nonzero(~torch.isfinite(values) & self.tokens.mask).reshape(-1)
-        if bad.numel() == 0:
-            return
-        first = int(bad[0])
-        sequence = int(self.tokens.sequence[first])
-        position = int((self.tokens.sequence[:first] == sequence).sum())
-        raise NonFiniteError(
-            f"{name} is {values[first].item()} at response token {position} of sequence {sequence} of this "
-            f"micro-batch, which response_mask counts ({bad.numel()} such tokens); expected finite numbers"
-        )
 
 
 def read_micro_batch(

@@ -232,7 +232,7 @@ class TrinityPolicyLoss:
         for name, total in checks.items():
             if not math.isfinite(total):
                 source = {"log_probs": batch.log_probs, "entropy": batch.entropy}.get(name)
-                batch.check_finite(name, batch.read(name) if source is None else source.gather())
+                batch.tokens.check_finite(name, batch.read(name) if source is None else source.gather())
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch) -> dict[str, Any]:
         return metrics.local(numbers)

@@ -186,6 +186,7 @@ def importance_sampling_metrics(
     Raises:
         ConfigError: Unknown level, or thresholds that are not 0 < lower <= upper.
         FieldShapeError: The shapes differ.
+        NonFiniteError: A log-prob that counts is NaN or infinite.
 
     Example:
         >>> import torch
@@ -205,7 +206,11 @@ def importance_sampling_metrics(
         applied = log_ratio.weights(level).clamp(max=upper)
         add_weight_metrics(metrics, log_ratio, applied, level, upper, lower)
         add_offpolicy_metrics(metrics, log_ratio, old, rollout)
-        numbers, _ = metrics.read()
+        metrics.checks = {"old_log_prob": old.sum(), "rollout_log_prob": rollout.sum()}
+        numbers, checks = metrics.read()
+    for name, values in zip(checks, (old, rollout), strict=True):
+        if not math.isfinite(checks[name]):
+            tokens.check_finite(name, values)
     return metrics.local(numbers)
 
 

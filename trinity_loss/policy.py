@@ -27,7 +27,7 @@ from trinity_loss.tokens import ResponseTokens
 
 _LOG_RATIO_LIMIT = 20.0
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
-_ALMOST_ONE = 1.0 + 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
+_TINY = 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
 
 
 def _above(left: Tensor, right: Tensor | float) -> Tensor:
@@ -167,7 +167,7 @@ def dppo_tv(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: flo
 def dppo_kl(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """Masks tokens by the KL divergence of the binary policy: https://arxiv.org/abs/2602.04879."""
     prob, old_prob = inputs.log_prob.exp(), inputs.old_log_prob.exp()
-    log_of_rest = torch.log((_ALMOST_ONE - old_prob) / (_ALMOST_ONE - prob))
+    log_of_rest = torch.log((1 - old_prob + _TINY) / (1 - prob + _TINY))
     divergence = old_prob * (inputs.old_log_prob - inputs.log_prob) + (1 - old_prob) * log_of_rest
     keeps_rise = torch.maximum(_at_most(divergence, clip_ratio_high), _at_most(prob, old_prob))
     keeps_fall = torch.maximum(_at_most(divergence, clip_ratio_low), _at_most(old_prob, prob))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import FieldShapeError
+from trinity_loss.errors import FieldShapeError, NonFiniteError
 
 
 def jagged_parts(tensor: Any) -> tuple[Tensor, Tensor]:
@@ -55,6 +55,7 @@ class ResponseTokens:
             number of sequences; for packed rows it is an upper bound, see ``exists``.
         offsets: int64 [S + 1] where the tokens of each sequence are contiguous and in order, else None.
         labels: int64 [N], the slot of each token, where ``offsets`` is None.
+        segment_ids: The ids [rows, T] that packed rows came with, else None.
         exists: bool [S], the slots that count as sequences; None if all do.
         denominator_mask: bool [N], the tokens that a token mean divides by where they are more than
             ``mask`` (before rejection); None if they are the same.
@@ -76,6 +77,7 @@ class ResponseTokens:
     num_slots: int
     offsets: Tensor | None = None
     labels: Tensor | None = None
+    segment_ids: Tensor | None = None
     exists: Tensor | None = None
     denominator_mask: Tensor | None = None
     group_num_tokens: Tensor | None = None
@@ -121,7 +123,13 @@ class ResponseTokens:
         labels = torch.empty_like(ordered_labels).scatter_(1, order, ordered_labels).reshape(-1)
         flat = real.reshape(-1)
         exists = torch.zeros_like(flat).index_put_((labels,), flat)
-        return cls(mask=(mask.reshape(-1) != 0) & flat, num_slots=flat.numel(), labels=labels, exists=exists)
+        return cls(
+            mask=(mask.reshape(-1) != 0) & flat,
+            num_slots=flat.numel(),
+            labels=labels,
+            segment_ids=segment_ids,
+            exists=exists,
+        )
 
     @property
     def size(self) -> int:
@@ -198,6 +206,26 @@ class ResponseTokens:
         members = zeros.index_add(0, labels, exists) if count_empty else sizes
         num_groups = (members > 0).sum()
         return replace(self, group_num_tokens=sizes.index_select(0, labels), num_groups=num_groups)
+
+    def check_finite(self, name: str, values: Tensor) -> None:
+        """Raises :class:`NonFiniteError` naming the first counted token of values [N] that is not finite.
+
+        It reads to the host, so it is called when something is known to be wrong.
+        """
+        bad = torch.nonzero(~torch.isfinite(values) & self.mask).reshape(-1)
+        if bad.numel():
+            raise NonFiniteError(
+                f"{name} is {values[bad[0]].item()} at response {self._place(int(bad[0]))}, which the mask counts "
+                f"({bad.numel()} such tokens); expected finite numbers"
+            )
+
+    def _place(self, index: int) -> str:
+        slot = int(self.sequence[index])
+        position = int((self.sequence[:index] == slot).sum())
+        if self.segment_ids is None:
+            return f"token {position} of sequence {slot}"
+        row, column = divmod(index, self.segment_ids.shape[1])
+        return f"token {position} of segment {int(self.segment_ids[row, column])} of row {row}"
 
     @property
     def has_rejections(self) -> bool:
