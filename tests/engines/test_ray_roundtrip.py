@@ -1,11 +1,15 @@
 """The loss reaches a worker as Ray sends it: through Ray's pickle, into a process that has never seen it."""
 
+import os
 import pickle
+import sys
 
 import pytest
 import torch
 from engine_losses import MODES, config, ours
 from tensordict import TensorDict
+
+from trinity_loss.verl.harness.ray_fsdp import start_ray
 
 ray = pytest.importorskip("ray")
 
@@ -44,16 +48,11 @@ def evaluate(loss):
     return float(value), {key: getattr(metric, "values", metric) for key, metric in metrics.items()}
 
 
-@pytest.fixture(scope="module")
-def private_ray(tmp_path_factory):
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _temp_dir=str(tmp_path_factory.mktemp("ray")),
-    )
+@pytest.fixture
+def private_ray(monkeypatch):
+    # A worker inherits this; it has to find the functions of this file.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    start_ray(num_cpus=1)
     yield
     ray.shutdown()
 

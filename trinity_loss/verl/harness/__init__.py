@@ -82,7 +82,7 @@ def run_cases(
     if ray and len({case.engine_options for case in cases}) > 1:
         raise ValueError("with Ray workers all cases must share one engine")
     kind = "ray" if ray else engine
-    with tempfile.TemporaryDirectory(prefix="trinity_loss_model_") as folder:
+    with tempfile.TemporaryDirectory(prefix="trinity_") as folder:
         job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
         results: list[EngineResult] = launch(MODULES[kind], job, environment=ENVIRONMENTS[kind], timeout=timeout)
     return results

@@ -7,12 +7,12 @@ from pathlib import Path
 VOCABULARY = 64
 
 
-def save_tiny_model(path: Path | str, layers: int = 4, seed: int = 0) -> None:
+def save_tiny_model(path: Path | str, layers: int = 2, seed: int = 0) -> None:
     """Save a randomly initialised Qwen2 with a word-level tokenizer, loadable by transformers and mbridge.
 
     Args:
         path: The folder to write.
-        layers: Transformer layers; four are enough for two pipeline stages of two chunks each.
+        layers: Transformer layers, at least as many as there are pipeline stages and chunks together.
         seed: Of the weights, which are float32.
     """
     import torch

@@ -200,14 +200,16 @@ def run_job(job: Job, build: Callable[[EngineCase, str], Any]) -> list[EngineRes
 
     Args:
         job: The job.
-        build: As for `run_rank`; what it needs of verl should be imported already.
+        build: As for `run_rank`.
     """
     from trinity_loss.verl.harness.model import save_tiny_model
 
     # Before the forks, which then have it.
     importlib.import_module("verl.workers.engine_workers")
     importlib.import_module("verl.workers.engine")
-    save_tiny_model(job.model)
+    # As many layers as the longest pipeline has chunks, and the same for all cases, so that they compare.
+    chunks = max(case.pipeline * (case.virtual_pipeline or 1) for case in job.cases)
+    save_tiny_model(job.model, layers=max(2, chunks))
     results: list[EngineResult] = []
     for number, (_, group) in enumerate(groupby(job.cases, key=lambda case: case.engine_options)):
         cases = list(group)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 from trinity_loss.verl.harness.cases import EngineError, EngineResult, load
@@ -15,6 +14,32 @@ from trinity_loss.verl.harness.fsdp import worker_class, worker_config
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.model import save_tiny_model
 from trinity_loss.verl.harness.rank import Job, cut, result_of
+
+
+def start_ray(num_cpus: int) -> None:
+    """Start a private Ray on this machine, without its dashboard.
+
+    Ray gives its own processes 30 s to start, fixed; on a busy machine that may not do, so a second try follows.
+
+    Args:
+        num_cpus: Workers that may run at a time.
+    """
+    import ray
+
+    for last_try in (False, True):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 * 2**20,
+            )
+            return
+        except Exception:
+            ray.shutdown()
+            if last_try:
+                raise
 
 
 def run_driver(job: Job) -> list[EngineResult]:
@@ -30,14 +55,7 @@ def run_driver(job: Job) -> list[EngineResult]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Workers inherit this process's environment, which selects the platform.
-    ray.init(
-        address="local",
-        num_cpus=first.world_size,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _temp_dir=str(Path(job.model).parent / "ray"),
-    )
+    start_ray(first.world_size)
     # The worker's methods are bound to the group at run time.
     group: Any = RayWorkerGroup(
         resource_pool=RayResourcePool([first.world_size], use_gpu=False, max_colocate_count=1),
