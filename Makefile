@@ -20,8 +20,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/constraints.txt requirements/no-deps.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c requirements/constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --no-deps -r requirements/no-deps.txt
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/no-deps.txt
 	touch $@
 
 train: setup

@@ -24,9 +24,9 @@ def train(name: str, steps: int, overrides: list[str], console: Console) -> list
     """Return the metrics of each step of one run."""
     target = f"actor_rollout_ref.actor.policy_loss._target_={TARGETS[name]}"
     folder = ROOT / "runs" / "compare" / name
-    with console.status(f"training {steps} step(s) with the loss of {name}"):
-        with Training(folder, steps, [target, *overrides]) as training:
-            return list(training.records())
+    message = f"training {steps} step(s) with the loss of {name}"
+    with console.status(message), Training(folder, steps, [target, *overrides]) as training:
+        return list(training.records())
 
 
 def main(arguments: list[str]) -> int:

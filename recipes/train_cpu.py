@@ -33,7 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "cpu", help="what it writes (default: runs/cpu)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, as it was configured")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints (default: 10)")
-    parser.add_argument("--stall-timeout", type=float, default=300, help="seconds without a step that mean it hangs")
+    parser.add_argument("--stall-timeout", type=float, default=600, help="seconds without a step that mean it hangs")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of recipes/cpu_grpo.yaml")
     options = parser.parse_args(arguments)
     if options.steps < 1:
@@ -108,12 +108,13 @@ def loss_that_ran(config: Any, log: str, records: list[dict[str, Any]]) -> str:
     """
     policy_loss = config.actor_rollout_ref.actor.policy_loss
     said = re.search(r"trinity_loss: training with (.*)", log)
-    if not policy_loss._target_.startswith("trinity_loss.") == bool(said) == (PIECES in records[-1]):
-        raise TrainingFailed(
-            f"it is not clear which loss ran: the configuration selects {policy_loss._target_}, the workers "
-            f"{'said' if said else 'did not say'} that they took the loss of trinity_loss, and its metric {PIECES} "
-            f"is {'there' if PIECES in records[-1] else 'missing'}"
-        )
+    evidence = {
+        f"the configuration selects {policy_loss._target_}": policy_loss._target_.startswith("trinity_loss."),
+        f"the workers {'' if said else 'do not '}say that they took it": said is not None,
+        f"its metric {PIECES} is {'there' if PIECES in records[-1] else 'missing'}": PIECES in records[-1],
+    }
+    if len(set(evidence.values())) > 1:
+        raise TrainingFailed(f"it is not clear whether the loss of trinity_loss ran: {'; '.join(evidence)}")
     return f"trinity_loss {said[1]}" if said else f"verl's own ppo_loss, loss_mode {policy_loss.loss_mode}"
 
 

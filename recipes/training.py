@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fork_server import launcher_command
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ROOT / "runs" / "toy"
@@ -37,7 +38,7 @@ class Training:
         stall_timeout: Seconds without a new step after which the run counts as hanging.
     """
 
-    def __init__(self, folder: Path, steps: int, overrides: list[str], stall_timeout: float = 300) -> None:
+    def __init__(self, folder: Path, steps: int, overrides: list[str], stall_timeout: float = 600) -> None:
         self.folder, self.steps, self.stall_timeout = folder, steps, stall_timeout
         self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
         self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
@@ -62,18 +63,26 @@ class Training:
             # One thread a process: there are more processes than cores, and sums keep their order.
             "OMP_NUM_THREADS": "1",
             "TQ_NUM_THREADS": "1",
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",  # A process with threads cannot be forked.
+            "RAY_worker_register_timeout_seconds": "600",
         }
+        address = f"{self._ray_folder}/fork.sock"
+        launcher = launcher_command(address)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes")]
         command += ["--config-name", "cpu_grpo", f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
+        command += [f"ray_kwargs.ray_init.runtime_env.py_executable='{launcher}'", *self.overrides]
         with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                command + self.overrides,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then stops the others in order.
+            self._fork_server, self._process = (
+                subprocess.Popen(
+                    arguments,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches only this process, which then stops the others in order.
+                )
+                for arguments in ([sys.executable, ROOT / "recipes" / "fork_server.py", "serve", address], command)
             )
         self.started = time.monotonic()
         return self
@@ -149,6 +158,8 @@ class Training:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._fork_server.kill()
+        self._fork_server.wait()
         deadline = time.monotonic() + 5  # Ray's processes end by themselves once their driver is gone.
         while remaining := self._processes():
             if time.monotonic() > deadline:

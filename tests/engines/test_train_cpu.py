@@ -1,0 +1,128 @@
+"""Real training on the CPU: `recipes/train_cpu.py`, with verl's own trainers, in a process of its own."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("rich")
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+METRICS = ("critic/score/mean", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
+STEPS = 3
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+def start(folder, *arguments):
+    command = [sys.executable, RECIPES / "train_cpu.py", "--folder", folder, "--save-every", "1", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, code=0):
+    output = process.communicate()[0]
+    assert process.returncode == code, output
+    assert not left_behind(), "processes outlived the run"
+    return output
+
+
+def left_behind():
+    marked = []
+    for process in psutil.process_iter():
+        try:
+            if "TRINITY_LOSS_RUN" in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                marked.append(process)
+        except psutil.Error:
+            continue
+    return marked
+
+
+def read_log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, finish(start(folder, "--steps", str(STEPS)))
+
+
+def test_a_run_says_what_it_did(run):
+    folder, output = run
+    assert f"step   {STEPS}/{STEPS}  score" in output
+    assert "trinity_loss EnginePolicyLoss(loss_mode='vanilla'" in output
+    assert "verl v1 (sync), 2 ranks, fsdp2" in output
+    assert (folder / "picture.png").stat().st_size > 10_000
+    records = read_log(folder)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert all(record["actor/micro_batches"] > 1 for record in records)
+    # The loss reports what the whole mini-batch has, so its terms add up to what the engine reports.
+    for record in records:
+        total = record["actor/pg_loss"] - 0.001 * record["actor/entropy_loss"] + 0.001 * record["actor/kl_loss"]
+        assert total == pytest.approx(record["actor/loss"], rel=1e-4)
+
+
+def test_an_interrupted_run_goes_on_and_repeats_the_numbers(run, tmp_path):
+    process = start(tmp_path, "--steps", str(STEPS))
+    while process.poll() is None and not (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted" in finish(process, code=130)
+    assert len(read_log(tmp_path)) < STEPS
+
+    finish(start(tmp_path, "--steps", str(STEPS), "--resume"))
+    for ours, theirs in zip(read_log(tmp_path), read_log(run[0]), strict=True):
+        for key in METRICS:
+            assert math.isclose(ours[key], theirs[key], rel_tol=1e-4, abs_tol=1e-6), (ours["step"], key)
+
+
+def test_legacy_trainer(run, tmp_path):
+    output = finish(start(tmp_path, "--steps", "2", "trainer.use_v1=false"))
+    assert "verl legacy, 2 ranks" in output
+    assert "trinity_loss EnginePolicyLoss(" in output
+    # Both trainers draw the same first batch.
+    assert read_log(tmp_path)[0]["critic/score/mean"] == pytest.approx(read_log(run[0])[0]["critic/score/mean"])
+
+
+def test_a_failure_shows_its_cause(tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_):\n    raise ValueError('the reward is broken')\n")
+    output = finish(start(tmp_path / "run", "--steps", "1", f"reward.custom_reward_function.path={reward}"), code=1)
+    assert "ValueError: the reward is broken" in output
+
+
+def test_a_wrong_override_shows_its_cause(tmp_path):
+    output = finish(start(tmp_path, "--steps", "1", "actor_rollout_ref.actor.no_such_key=1"), code=1)
+    assert "no_such_key" in output
+
+
+def test_nothing_to_resume(tmp_path):
+    assert "nothing to resume" in finish(start(tmp_path, "--resume"), code=1)
+
+
+def test_find_error_prefers_the_cause():
+    from training import find_error
+
+    log = """
+(AgentLoopWorkerTQ pid=1) ERROR: in _run_prompt
+\x1b[36m(AgentLoopWorkerTQ pid=1)\x1b[0m Traceback (most recent call last):
+(TaskRunnerV1 pid=2) something else
+\x1b[36m(AgentLoopWorkerTQ pid=1)\x1b[0m   File "a.py", line 1, in f
+\x1b[36m(AgentLoopWorkerTQ pid=1)\x1b[0m ray.exceptions.RayTaskError(KeyError): ray::Server.generate() (pid=3)
+\x1b[36m(AgentLoopWorkerTQ pid=1)\x1b[0m   File "b.py", line 2, in g
+\x1b[36m(AgentLoopWorkerTQ pid=1)\x1b[0m KeyError: 'cause'
+Traceback (most recent call last):
+  File "c.py", line 3, in h
+RuntimeError: Sync replay buffer selected terminal groups with no materializable trajectories.
+"""
+    assert find_error(log).splitlines()[-1] == "KeyError: 'cause'"
+    assert find_error("just\nlines").endswith("just\nlines")

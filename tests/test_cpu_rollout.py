@@ -1,0 +1,75 @@
+"""The demonstration's rollout server: what it samples depends on prompt, step and count, not on order or batch."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes" / "toy"))
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    import task
+
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    task.make_model(folder)
+    return str(folder)
+
+
+def make_server(model_folder, seed=1, step=3):
+    from trinity_loss.verl.cpu.rollout import TransformersServer
+
+    server = TransformersServer(model_folder, response_length=8, max_num_seqs=64, seed=seed)
+    asyncio.run(server.load_weights(server.model.state_dict(), step))
+    return server
+
+
+def answers(server, prompts, temperature=1.0, **parameters):
+    async def ask_all():
+        requests = (server.generate("", prompt, {"temperature": temperature, **parameters}) for prompt in prompts)
+        return await asyncio.gather(*requests)
+
+    outputs = asyncio.run(ask_all())
+    return sorted((prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True))
+
+
+def test_samples_do_not_depend_on_order_or_batch(model_folder):
+    asked = PROMPTS * 4
+    together = answers(make_server(model_folder), asked)
+    assert answers(make_server(model_folder), asked[::-1]) == together
+    one_by_one = make_server(model_folder)
+    assert sorted(row for prompt in asked for row in answers(one_by_one, [prompt])) == together
+
+
+def test_samples_differ_between_samples_steps_and_seeds(model_folder):
+    four = answers(make_server(model_folder), PROMPTS[:1] * 4)
+    assert len({tuple(tokens) for _, tokens in four}) == 4
+    assert answers(make_server(model_folder, step=4), PROMPTS[:1] * 4) != four
+    assert answers(make_server(model_folder, seed=2), PROMPTS[:1] * 4) != four
+
+
+def test_log_probs_are_those_of_the_softmax_at_the_temperature(model_folder):
+    import torch
+
+    server = make_server(model_folder)
+    output = asyncio.run(server.generate("", PROMPTS[0], {"temperature": 0.5}))
+    tokens = torch.tensor([PROMPTS[0] + output.token_ids])
+    with torch.no_grad():
+        logits = server.model(tokens).logits[0, len(PROMPTS[0]) - 1 : -1]
+    expected = (logits / 0.5).log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_zero_temperature_is_greedy(model_folder):
+    first, second = (tokens for _, tokens in answers(make_server(model_folder), PROMPTS[:1] * 2, temperature=0))
+    assert first == second
+
+
+def test_what_the_server_cannot_do_is_refused(model_folder):
+    with pytest.raises(NotImplementedError, match="top_p"):
+        answers(make_server(model_folder), PROMPTS[:1], top_p=0.9)
