@@ -1,0 +1,191 @@
+"""The ways a mini-batch is cut: numbers of pieces, who decides their sizes, layout, width, order, engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from trinity_loss.invariance.minibatch import MiniBatch, Ranks
+
+Layout = Literal["nested", "padded", "packed"]
+#: How the pieces are put together: FSDP adds the micro-batches' losses and averages over ranks; Megatron's
+#: schedule divides by the number of micro-batches that the engine multiplied by; its per-token regime divides
+#: by a count of tokens that the engine multiplied by.
+Engine = Literal["fsdp", "megatron", "megatron per token"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut and lay out a mini-batch.
+
+    Attributes:
+        kind: What is varied: ``even``, ``uneven``, ``dynamic``, ``budget``, ``order``, ``width``, ``layout``,
+            ``engine``, ``recorded``.
+        ranks: Sequences of each micro-batch of each rank.
+        layout: How micro-batches are laid out.
+        width: Padded width of the responses (padded layout); None: the longest of the mini-batch and one more.
+        engine: How the pieces are put together.
+        note: What the label adds.
+    """
+
+    kind: str
+    ranks: Ranks
+    layout: Layout = "nested"
+    width: int | None = None
+    engine: Engine = "fsdp"
+    note: str = ""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the first rank; verl gives every rank as many."""
+        return len(self.ranks[0])
+
+    @property
+    def label(self) -> str:
+        """For instance ``4 micro-batches, 2 ranks, uneven``."""
+        pieces = [f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"]
+        if len(self.ranks) > 1:
+            pieces.append(f"{len(self.ranks)} ranks")
+        if self.kind in ("uneven", "dynamic", "recorded") or self.note:
+            pieces.append(self.note or self.kind)
+        return ", ".join(pieces)
+
+
+def whole(batch: MiniBatch, layout: Layout = "nested", width: int | None = None) -> Cut:
+    """The mini-batch in one piece."""
+    return Cut("even", ((tuple(range(batch.num_sequences)),),), layout, width)
+
+
+def even(batch: MiniBatch, micro_batches: int, ranks: int) -> Ranks:
+    """Consecutive sequences in nearly equal numbers."""
+    pieces = torch.arange(batch.num_sequences).tensor_split(micro_batches * ranks)
+    return _deal([tuple(piece.tolist()) for piece in pieces], micro_batches)
+
+
+def uneven(batch: MiniBatch, micro_batches: int, ranks: int, seed: int) -> Ranks:
+    """Shuffled sequences in random numbers; the last piece holds nothing but a fully masked sequence."""
+    draw = random.Random(seed)
+    order = draw.sample(range(batch.num_sequences), batch.num_sequences)
+    pieces = micro_batches * ranks
+    alone = [i for i in order if batch.valid_counts[i] == 0][:1] if pieces > 1 else []
+    order = [i for i in order if i not in alone]
+    inner = sorted(draw.sample(range(1, len(order)), pieces - len(alone) - 1))
+    parts = [tuple(order[a:b]) for a, b in pairwise([0, *inner, len(order)])]
+    return _deal([*parts, *([tuple(alone)] if alone else [])], micro_batches)
+
+
+def dynamic(batch: MiniBatch, ranks: int, seed: int, *, at_least: int | None = None, max_tokens: int) -> Ranks:
+    """What verl's dynamic batch size makes of shuffled sequences: balanced by workload, cut by a token budget.
+
+    Args:
+        batch: The mini-batch.
+        ranks: Data-parallel ranks; each gets as many micro-batches as the one that needs most.
+        seed: Of the shuffle.
+        at_least: Smallest number of micro-batches per rank.
+        max_tokens: Token budget of a micro-batch, prompt and response.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
+    from tensordict import TensorDict
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    order = random.Random(seed).sample(range(batch.num_sequences), batch.num_sequences)
+    shares = [order[rank::ranks] for rank in range(ranks)]
+    count = at_least
+    while True:
+        parts = []
+        for rows in shares:
+            ids = torch.nested.as_nested_tensor(
+                [torch.zeros(lengths[i], dtype=torch.int64) for i in rows], layout=torch.jagged
+            )
+            data = TensorDict({"input_ids": ids}, batch_size=[len(rows)])
+            _, indices = rearrange_micro_batches(data, max_token_len=max_tokens, min_num_micro_batch=count)
+            parts.append(tuple(tuple(rows[i] for i in index) for index in indices))
+        most = max(map(len, parts))
+        if all(len(part) == most for part in parts):
+            return tuple(parts)
+        count = most
+
+
+def _deal(pieces: list[tuple[int, ...]], micro_batches: int) -> Ranks:
+    return tuple(tuple(pieces[k : k + micro_batches]) for k in range(0, len(pieces), micro_batches))
+
+
+def all_cuts(
+    batch: MiniBatch,
+    micro_batches: Sequence[int],
+    dp_sizes: Sequence[int],
+    seed: int,
+    layouts: Sequence[Layout],
+    token_budgets: Sequence[int],
+    skipped: list[tuple[str, str]],
+) -> Iterator[Cut]:
+    """Every cut of a check, without the whole, in the order of the table.
+
+    Cuts that the mini-batch is too small for are left out; ``skipped`` says which, and why.
+    """
+    sequences = batch.num_sequences
+    most = max((m for m in micro_batches if m + 1 < sequences), default=1)
+    ranks = max((d for d in dp_sizes if 2 * d + 1 < sequences), default=1)
+    base: Layout = layouts[0]
+    for d in dp_sizes:
+        for m in micro_batches:
+            if 1 < m * d <= sequences:
+                yield Cut("even", even(batch, m, d), base)
+    some = [(min(4, most), 1)] + ([(min(2, most), ranks)] if ranks > 1 else [])
+    for m, d in {(most, 1): None, **dict.fromkeys(some[1:])}:
+        if m * d > 1:
+            yield Cut("uneven", uneven(batch, m, d, seed), base)
+    if batch.cut is not None:
+        yield Cut("recorded", batch.cut, base, note="as recorded")
+    yield from _dynamic_cuts(batch, some, ranks, seed, base, token_budgets, skipped)
+    backwards = tuple(reversed(range(sequences)))
+    yield Cut("order", ((backwards,),), base, note="in reverse order")
+    for layout in layouts[1:]:
+        yield Cut("layout", whole(batch).ranks, layout)
+        for m, d in some:
+            yield Cut("layout", even(batch, m, d), layout)
+    if "padded" in layouts:
+        for width in (1, 9):
+            wide = int(batch.response_lengths.max()) + 1 + width
+            yield Cut("width", whole(batch).ranks, "padded", wide, note=f"padded to {wide}")
+    engines: tuple[Engine, ...] = ("megatron", "megatron per token")
+    for engine in engines:
+        for m, d in some:
+            yield Cut("engine", even(batch, m, d), base, engine=engine, note=engine)
+
+
+def _dynamic_cuts(
+    batch: MiniBatch,
+    some: list[tuple[int, int]],
+    ranks: int,
+    seed: int,
+    layout: Layout,
+    token_budgets: Sequence[int],
+    skipped: list[tuple[str, str]],
+) -> Iterator[Cut]:
+    if importlib.util.find_spec("verl") is None:
+        skipped.append(("dynamic cuts", "verl, which makes them, is not installed"))
+        return
+    lengths = batch.prompt_lengths + batch.response_lengths
+    longest, everything = int(lengths.max()), int(lengths.sum())
+    for m, d in some:
+        if m > 1:
+            yield Cut("dynamic", dynamic(batch, d, seed, at_least=m, max_tokens=everything), layout)
+    for budget in token_budgets:
+        if budget >= everything:
+            skipped.append((f"token budget {budget}", f"the mini-batch has {everything} tokens"))
+        elif budget < longest:
+            skipped.append((f"token budget {budget}", f"the longest sequence has {longest} tokens"))
+        else:
+            for d in sorted({1, ranks}):
+                note = f"at most {budget} tokens each"
+                yield Cut("budget", dynamic(batch, d, seed, max_tokens=budget), layout, note=note)

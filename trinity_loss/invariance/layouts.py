@@ -1,0 +1,200 @@
+"""An engine's micro-batches from a mini-batch, in each of the layouts that reach a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from trinity_loss.invariance.cuts import Layout
+from trinity_loss.invariance.minibatch import MiniBatch
+
+#: What stands where the model predicts no response token: in reach of a loss that looks one place aside.
+_ELSEWHERE = -3.0
+_SEQUENCES_PER_ROW = (3, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """How flat response tokens [N] become a tensor of a layout.
+
+    Attributes:
+        index: int64, into the tokens; N stands for a place without one.
+        offsets: int64 [S + 1] of a jagged tensor; None: ``index`` has the tensor's shape.
+        bounds: Shortest and longest sequence of a jagged tensor, which pads to its longest only if told; an
+            engine's model output is not.
+    """
+
+    index: Tensor
+    offsets: Tensor | None = None
+    bounds: tuple[int, int] | None = None
+
+    def lay_out(self, values: Tensor, elsewhere: float = 0) -> Tensor:
+        """Puts values [N] in their places, differentiably."""
+        picked = torch.cat([values, values.new_full((1,), elsewhere)])[self.index]
+        if self.offsets is None:
+            return picked
+        # A tensor of its own: jagged tensors that an engine made apart do not combine either.
+        return _jagged(picked, self.offsets, self.bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """A micro-batch as an engine hands it over, without the totals that depend on the cut.
+
+    Attributes:
+        data: The fields.
+        model: Layer of the model output.
+    """
+
+    data: TensorDict
+    model: Layer
+
+    def model_output(self, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+        """The model output that carries these leaves [N]."""
+        output = {"log_probs": self.model.lay_out(log_probs, _ELSEWHERE)}
+        if entropy is not None:
+            output["entropy"] = self.model.lay_out(entropy, -_ELSEWHERE)
+        return output
+
+
+def build(batch: MiniBatch, rows: Sequence[int], layout: Layout, width: int | None) -> MicroBatch:
+    """One micro-batch.
+
+    Args:
+        batch: The mini-batch; ``rows`` may name a sequence twice.
+        rows: Its sequences.
+        layout: ``nested`` (verl v1), ``padded`` (verl v0) or ``packed`` (dense rows with ``segment_ids``).
+        width: Padded width of responses or packed rows.
+    """
+    if layout == "packed":
+        return _packed(batch, rows, width)
+    make = _nested if layout == "nested" else _padded
+    fields, response, offsets = make(batch, rows, width)
+    for name, values in _token_fields(batch).items():
+        fields[name] = response.lay_out(values, _padding(values))
+    fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else response.lay_out(batch.loss_mask)
+    index = torch.tensor(list(rows))
+    for name, values in {**batch.sequence_fields, "prompt_num_tokens": batch.prompt_num_tokens}.items():
+        fields[name] = values[index]
+    if batch.uids is not None:
+        fields["uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
+    data = TensorDict(fields, batch_size=[len(rows)])
+    return MicroBatch(data, Layer(_model_index(batch, rows), offsets))
+
+
+def _token_fields(batch: MiniBatch) -> dict[str, Tensor]:
+    return {"response_mask": batch.response_mask, **batch.token_fields}
+
+
+def _padding(values: Tensor) -> float:
+    """Padding of a field: 0, and NaN where the field has NaN at its masked tokens."""
+    return float("nan") if values.is_floating_point() and bool(values.isnan().any()) else 0
+
+
+def _tokens(batch: MiniBatch, i: int) -> Tensor:
+    return torch.arange(batch.starts[i], batch.starts[i + 1])
+
+
+def _model_index(batch: MiniBatch, rows: Sequence[int]) -> Tensor:
+    """Prompt and response of each sequence; a response token is predicted one place to the left of its own."""
+    nowhere = batch.num_tokens
+    pieces = []
+    for i in rows:
+        prompt = int(batch.prompt_lengths[i])
+        pieces += [torch.full((prompt - 1,), nowhere), _tokens(batch, i), torch.full((1,), nowhere)]
+    return torch.cat(pieces)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _jagged(values: Tensor, offsets: Tensor, bounds: tuple[int, int] | None) -> Tensor:
+    shortest, longest = bounds or (None, None)
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets=offsets.clone(), min_seqlen=shortest, max_seqlen=longest
+    )
+
+
+def _bounds(lengths: Tensor) -> tuple[int, int]:
+    return int(lengths.min()), int(lengths.max())
+
+
+def _jagged_ones(lengths: Tensor) -> Tensor:
+    ones = torch.ones(int(lengths.sum()), dtype=torch.int64)
+    return _jagged(ones, _offsets(lengths), _bounds(lengths))
+
+
+def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[dict[str, Any], Layer, Tensor]:
+    index = torch.tensor(list(rows))
+    prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
+    fields = {
+        "input_ids": _jagged_ones(prompts + responses),
+        "prompts": _jagged_ones(prompts),
+        "responses": _jagged_ones(responses),
+    }
+    tokens = torch.cat([_tokens(batch, i) for i in rows])
+    return fields, Layer(tokens, _offsets(responses), _bounds(responses)), _offsets(prompts + responses)
+
+
+def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[dict[str, Any], Layer, Tensor]:
+    """What verl's ``left_right_2_no_padding`` makes of prompts padded on the left and responses on the right."""
+    index = torch.tensor(list(rows))
+    prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
+    left = int(batch.prompt_lengths.max()) + 1
+    right = width or int(batch.response_lengths.max()) + 1
+    position = torch.arange(left + right)
+    real = (position >= left - prompts[:, None]) & (position < left + responses[:, None])
+    attention = real.long()
+    starts = torch.tensor([batch.starts[i] for i in rows])
+    column = torch.arange(right)
+    places = torch.where(column < responses[:, None], starts[:, None] + column, batch.num_tokens)
+    offsets = _offsets(prompts + responses)
+    position_ids = (attention.cumsum(1) - 1).clamp(min=0)[real]
+    fields = {
+        "input_ids": _jagged_ones(prompts + responses),
+        "position_ids": _jagged(position_ids, offsets, _bounds(prompts + responses)),
+        "prompts": attention[:, :left].clone(),
+        "responses": attention[:, left:].clone(),
+        "attention_mask": attention,
+        "max_seq_len": NonTensorData(left + right),
+        "max_response_len": NonTensorData(right),
+        "indices": NonTensorData(torch.nonzero(real.reshape(-1)).reshape(-1)),
+    }
+    return fields, Layer(places), offsets
+
+
+def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> MicroBatch:
+    """Several sequences in a row, named by segment ids from 1; every row ends in padding."""
+    packs: list[list[int]] = []
+    queue, sizes = list(rows), cycle(_SEQUENCES_PER_ROW)
+    while queue:
+        size = next(sizes)
+        packs.append(queue[:size])
+        queue = queue[size:]
+    longest = max(sum(batch.starts[i + 1] - batch.starts[i] for i in pack) for pack in packs)
+    shape = (len(packs), max(width or 0, longest + 2))
+    places = torch.full(shape, batch.num_tokens)
+    segments, group_tokens, groups = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    names = sorted(set(batch.uids)) if batch.uids is not None else []
+    for row, pack in enumerate(packs):
+        column = 0
+        for segment, i in enumerate(pack, start=1):
+            here = slice(column, column + batch.starts[i + 1] - batch.starts[i])
+            places[row, here] = _tokens(batch, i)
+            segments[row, here] = segment
+            group_tokens[row, here] = batch.prompt_num_tokens[i]
+            groups[row, here] = 1 + (names.index(batch.uids[i]) if batch.uids is not None else i)
+            column = here.stop
+    layer = Layer(places)
+    fields = {"segment_ids": segments, "prompt_ids": groups, "prompt_num_tokens": group_tokens}
+    for name, values in _token_fields(batch).items():
+        fields[name] = layer.lay_out(values, _padding(values))
+    fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else layer.lay_out(batch.loss_mask)
+    return MicroBatch(TensorDict(fields, batch_size=[len(packs)]), layer)

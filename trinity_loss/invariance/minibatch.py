@@ -1,0 +1,257 @@
+"""A mini-batch as flat sequences: drawn (:mod:`trinity_loss.invariance.draw`), or recorded in a run.
+
+One representation, whatever layout a loss will see: tensors over the response tokens of all sequences, one
+sequence after the other. :mod:`trinity_loss.invariance.layouts` builds an engine's micro-batches from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.aggregation import Totals
+from trinity_loss.batch import is_padding_row
+from trinity_loss.errors import FieldShapeError, MissingFieldError
+
+#: ``cut[r][k]`` lists the sequences of micro-batch k on rank r.
+Ranks = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """Everything a loss may look at, for S sequences with N response tokens in all.
+
+    Attributes:
+        prompt_lengths: int64 [S], at least 1 each.
+        response_lengths: int64 [S].
+        response_mask: [N], non-zero counts.
+        log_probs: [N], the policy's log-probabilities.
+        entropy: [N], or None where the engine computed none.
+        token_fields: Fields [N] by verl's names: ``advantages``, ``old_log_probs``, ``ref_log_prob``, …
+        sequence_fields: Fields [S] or [S, …], one entry per sequence.
+        loss_mask: [N], what ``batch_num_tokens`` counts where that is not ``response_mask`` (rejection).
+        uids: Names of the prompts, one per sequence; None: every sequence has a prompt of its own.
+        totals: What a recorded run said of its mini-batch, by the names of
+            :class:`trinity_loss.aggregation.Totals`; what is missing is counted.
+        cut: How the recorded run cut it: per rank, per micro-batch, the numbers of the sequences.
+
+    Example:
+        >>> batch = MiniBatch(
+        ...     prompt_lengths=torch.tensor([2, 1]),
+        ...     response_lengths=torch.tensor([3, 1]),
+        ...     response_mask=torch.tensor([1, 0, 1, 1]),
+        ...     log_probs=torch.tensor([-0.1, -0.2, -0.3, -0.4]),
+        ... )
+        >>> batch.num_sequences, batch.valid_counts, batch.counted_totals["batch_num_tokens"]
+        (2, [2, 1], 3)
+        >>> restored = MiniBatch.from_dict(batch.to_dict())
+        >>> bool((restored.log_probs == batch.log_probs).all())
+        True
+    """
+
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    response_mask: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    loss_mask: Tensor | None = None
+    uids: Sequence[str] | None = None
+    totals: Mapping[str, int] = field(default_factory=dict)
+    cut: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        sequences, tokens = self.num_sequences, int(self.response_lengths.sum())
+        per_token = {
+            "response_mask": self.response_mask,
+            "log_probs": self.log_probs,
+            "entropy": self.entropy,
+            "loss_mask": self.loss_mask,
+            **self.token_fields,
+        }
+        for name, value in per_token.items():
+            if value is not None and value.shape != (tokens,):
+                raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected one per token, [{tokens}]")
+        per_sequence = {"prompt_lengths": self.prompt_lengths, **self.sequence_fields}
+        for name, value in per_sequence.items():
+            if value.shape[:1] != (sequences,):
+                raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected one per sequence, [{sequences}]")
+        if self.uids is not None and len(self.uids) != sequences:
+            raise FieldShapeError(f"uids has {len(self.uids)} entries; expected one per sequence, {sequences}")
+        if sequences == 0 or int(self.prompt_lengths.min()) < 1:
+            raise FieldShapeError(
+                "a mini-batch needs a sequence, and every sequence a prompt token before its response"
+            )
+        if self.cut is not None:
+            if sorted(i for rank in self.cut for rows in rank for i in rows) != list(range(sequences)):
+                raise FieldShapeError(f"cut does not name each of the {sequences} sequences once")
+            object.__setattr__(self, "cut", tuple(tuple(tuple(rows) for rows in rank) for rank in self.cut))
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.response_lengths.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """N, counted or not."""
+        return self.response_mask.numel()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the tokens of each sequence start, S + 1 entries."""
+        return [0, *accumulate(self.response_lengths.tolist())]
+
+    @cached_property
+    def valid_counts(self) -> list[int]:
+        """Tokens that count, per sequence."""
+        counted = (self.response_mask != 0).tolist()
+        return [sum(counted[a:b]) for a, b in pairwise(self.starts)]
+
+    @cached_property
+    def prompt_num_tokens(self) -> Tensor:
+        """int64 [S]: tokens that count in the prompt group of each sequence."""
+        uids = self.uids or [str(i) for i in range(self.num_sequences)]
+        counts: dict[str, int] = {}
+        for uid, count in zip(uids, self.valid_counts, strict=True):
+            counts[uid] = counts.get(uid, 0) + count
+        return torch.tensor([counts[uid] for uid in uids], dtype=torch.int64)
+
+    @cached_property
+    def counted_totals(self) -> dict[str, int]:
+        """What an engine, its trainer and our training worker count of this mini-batch."""
+        mask = self.response_mask if self.loss_mask is None else self.loss_mask
+        uids = self.uids or [str(i) for i in range(self.num_sequences)]
+        return {
+            "batch_num_tokens": int((mask != 0).sum()),
+            "global_batch_size": self.num_sequences,
+            "batch_num_prompts": len(set(uids)),
+            "batch_num_valid_tokens": sum(self.valid_counts),
+            "batch_num_nonempty_sequences": sum(count > 0 for count in self.valid_counts),
+            "batch_num_real_sequences": sum(not is_padding_row(uid) for uid in uids),
+        }
+
+    @property
+    def all_totals(self) -> dict[str, int]:
+        """The recorded totals, and those counted here where none was recorded; ``dp_size`` is the cut's."""
+        return {k: v for k, v in (self.counted_totals | dict(self.totals)).items() if k != "dp_size"}
+
+    def with_fields(self, **changed: Tensor) -> MiniBatch:
+        """The same sequences with other token fields."""
+        return replace(self, token_fields={**self.token_fields, **changed})
+
+    def without_policy_gradient(self) -> MiniBatch:
+        """The same sequences with nothing to gain: advantages 0, the old policy equal to the current one."""
+        zero = torch.zeros_like(self.log_probs)
+        calm = {"advantages": zero, "old_log_probs": self.log_probs.detach().clone()}
+        return self.with_fields(**{name: value for name, value in calm.items() if name in self.token_fields})
+
+    def with_nan_at_masked(self, *names: str) -> MiniBatch:
+        """NaN wherever the mask is 0, in the fields named (``log_probs``, ``entropy`` or a token field) or in all."""
+
+        def poison(name: str, values: Tensor | None) -> Tensor | None:
+            if values is None or not values.is_floating_point() or (names and name not in names):
+                return values
+            return values.masked_fill(self.response_mask == 0, torch.nan)
+
+        log_probs = poison("log_probs", self.log_probs)
+        assert log_probs is not None
+        poisoned = {name: poison(name, values) for name, values in self.token_fields.items()}
+        return replace(
+            self, log_probs=log_probs, entropy=poison("entropy", self.entropy), token_fields=_present(poisoned)
+        )
+
+    def with_masked_sequences(self, *lengths: int) -> MiniBatch:
+        """Appends fully masked sequences of these lengths, copies of the first tokens; the totals stay."""
+        donors = [torch.arange(length) % self.num_tokens for length in lengths]
+        index = torch.cat([torch.arange(self.num_tokens), *donors])
+        rows = torch.tensor([*range(self.num_sequences), *(0 for _ in lengths)])
+
+        def extend(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        masked = self.response_mask[index].clone()
+        masked[self.num_tokens :] = 0
+        uids = self.uids or [str(i) for i in range(self.num_sequences)]
+        return replace(
+            self,
+            prompt_lengths=self.prompt_lengths[rows],
+            response_lengths=torch.cat([self.response_lengths, torch.tensor(lengths, dtype=torch.int64)]),
+            response_mask=masked,
+            log_probs=self.log_probs[index],
+            entropy=extend(self.entropy),
+            token_fields=_present({name: extend(values) for name, values in self.token_fields.items()}),
+            sequence_fields={name: values[rows] for name, values in self.sequence_fields.items()},
+            loss_mask=None,
+            uids=[uids[i] for i in rows.tolist()],
+            totals=self.all_totals,
+            cut=None,
+        )
+
+    def to(self, dtype: torch.dtype) -> MiniBatch:
+        """The same mini-batch with its floating-point tensors in another type."""
+
+        def cast(values: Tensor | None) -> Tensor | None:
+            return values.to(dtype) if values is not None and values.is_floating_point() else values
+
+        log_probs = cast(self.log_probs)
+        assert log_probs is not None
+        return replace(
+            self,
+            log_probs=log_probs,
+            entropy=cast(self.entropy),
+            token_fields=_present({name: cast(values) for name, values in self.token_fields.items()}),
+            sequence_fields=_present({name: cast(values) for name, values in self.sequence_fields.items()}),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors, one key per attribute: what ``torch.save`` writes for ``--batch``."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["cut"] = None if self.cut is None else [[list(rows) for rows in rank] for rank in self.cut]
+        plain["uids"] = None if self.uids is None else list(self.uids)
+        return plain | {name: dict(plain[name]) for name in ("token_fields", "sequence_fields", "totals")}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> MiniBatch:
+        """The mini-batch that :meth:`to_dict` wrote.
+
+        Raises:
+            MissingFieldError: A key that every mini-batch has is missing, or one is unknown.
+            FieldShapeError: A tensor does not fit the others.
+        """
+        known = {f.name for f in fields(cls)}
+        missing = {"prompt_lengths", "response_lengths", "response_mask", "log_probs"} - set(plain)
+        unknown = set(plain) - known
+        if missing or unknown:
+            wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(map(str, unknown)))}"
+            raise MissingFieldError(f"a recorded mini-batch {wrong}; it may have {', '.join(sorted(known))}")
+        unknown = set(plain.get("totals") or {}) - set(Totals.__dataclass_fields__)
+        if unknown:
+            raise MissingFieldError(f"the totals of a recorded mini-batch have {', '.join(sorted(unknown))}")
+        return cls(**plain)
+
+
+def _present(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def load_mini_batch(path: str) -> MiniBatch:
+    """Reads a file that ``torch.save(batch.to_dict(), path)`` wrote; nothing in it is executed.
+
+    Raises:
+        MissingFieldError: The file holds something else.
+        OSError: It cannot be read.
+    """
+    plain = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(plain, Mapping):
+        raise MissingFieldError(
+            f"{path} holds a {type(plain).__name__}; expected the dictionary of MiniBatch.to_dict()"
+        )
+    return MiniBatch.from_dict(plain)

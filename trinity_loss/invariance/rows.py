@@ -1,0 +1,166 @@
+"""One cut compared with the whole, and what can be wrong, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.invariance.cuts import Cut
+
+#: Terms in the order of a table; ``rest`` is what stays without advantages and does not look at a reference.
+TERMS = {"gradient": "gradient", "pg": "policy gradient", "kl": "KL", "entropy": "entropy", "rest": "other terms"}
+
+#: The names of findings, with what each means.
+CAUSES = {
+    "local mean": "a mean over the micro-batch's own tokens or sequences instead of a share of the mini-batch's",
+    "missing dp_size": "no multiplication by dp_size, though the engine averages over ranks",
+    "padded width as the norm": "a division by the padded width, which depends on the longest response around",
+    "selection inside the micro-batch": "tokens chosen, ranked or normalised among those of the micro-batch",
+    "rows counted in one place and not in the other": "fully masked sequences count in the share and not in the mean",
+    "mean and share count different things": "a mean over one count, weighted by a share of another",
+    "number of micro-batches": "a factor of the number of micro-batches, which the engine takes care of",
+    "empty micro-batch": "NaN, an error or no graph where a micro-batch has no valid token",
+    "masked NaN": "what stands at a masked token reaches the loss or the gradient",
+    "totals that do not describe this mini-batch": "totals that contradict the mini-batch they came with",
+    "fails on a cut": "an error on some cuts only",
+    "order of the sequences": "a sequence's part depends on where in the micro-batch it stands",
+    "reported loss": "the gradient is right, the loss that is reported is not",
+    "metric depends on the cut": "a logged metric is not that of the whole mini-batch",
+    "unexplained": "the cut matters, and no experiment says why",
+}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a gradient is from that of the whole mini-batch.
+
+    Attributes:
+        ratio: Its norm over the norm of the whole's.
+        error: Norm of the difference, over the norm of the whole's.
+        largest: Largest difference of a token, over the largest gradient of a token.
+        mean: Mean difference, sign included, over the mean absolute gradient: a bias, where ``largest`` may
+            be a single token.
+    """
+
+    ratio: float
+    error: float
+    largest: float
+    mean: float
+
+    @classmethod
+    def between(cls, gradient: Tensor, reference: Tensor) -> Deviation:
+        """Compares two gradients [N]; infinite where the whole has none and the cut has one, or on NaN."""
+        if not bool(torch.isfinite(gradient).all()):
+            return cls(math.nan, math.inf, math.inf, math.inf)
+        difference = gradient - reference
+        norm = float(reference.norm())
+        if norm == 0:
+            wrong = math.inf if bool(difference.any()) else 0.0
+            return cls(wrong or 1.0, wrong, wrong, wrong)
+        return cls(
+            float(gradient.norm()) / norm,
+            float(difference.norm()) / norm,
+            float(difference.abs().max() / reference.abs().max()),
+            float(difference.sum().abs() / reference.abs().sum()),
+        )
+
+    @property
+    def worst(self) -> float:
+        """The largest of the three."""
+        return max(self.error, self.largest, self.mean)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a cut beside that of the whole mini-batch.
+
+    Attributes:
+        value: NaN where a metric is missing.
+        whole: The same of the whole mini-batch.
+    """
+
+    value: float
+    whole: float
+
+    @property
+    def error(self) -> float:
+        """Their difference over the larger of the two; infinite on NaN."""
+        if self.value == self.whole:
+            return 0.0
+        if not (math.isfinite(self.value) and math.isfinite(self.whole)):
+            return math.inf
+        return abs(self.value - self.whole) / max(abs(self.value), abs(self.whole))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cut.
+
+    Attributes:
+        cut: The cut.
+        gradients: By term, see :data:`TERMS`; ``gradient`` is all of it.
+        loss: As verl reports it.
+        metrics: As verl reduces them.
+        failure: What the loss raised, or why no optimizer step is possible; None if nothing.
+    """
+
+    cut: Cut
+    gradients: Mapping[str, Deviation] = field(default_factory=dict)
+    loss: Value = Value(math.nan, math.nan)
+    metrics: Mapping[str, Value] = field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def error(self) -> float:
+        """Largest relative deviation of the gradient, of any term's, and of the reported loss."""
+        if self.failure is not None:
+            return math.inf
+        return max([self.loss.error, *(deviation.worst for deviation in self.gradients.values())])
+
+    @property
+    def gradient_error(self) -> float:
+        """Largest relative deviation of the gradient and of any term's."""
+        if self.failure is not None:
+            return math.inf
+        return max(deviation.worst for deviation in self.gradients.values())
+
+    @property
+    def metric_error(self) -> float:
+        """Largest relative deviation of a metric."""
+        return max((value.error for value in self.metrics.values()), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {
+            "cut": self.cut.label,
+            "kind": self.cut.kind,
+            "micro_batches": self.cut.micro_batches,
+            "ranks": len(self.cut.ranks),
+            "layout": self.cut.layout,
+            "width": self.cut.width,
+            "engine": self.cut.engine,
+            "gradients": {name: vars(deviation) for name, deviation in self.gradients.items()},
+            "loss": {**vars(self.loss), "error": self.loss.error},
+            "metrics": {name: {**vars(value), "error": value.error} for name, value in self.metrics.items()},
+            "failure": self.failure,
+        }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, by name.
+
+    Attributes:
+        name: Its name, one of :data:`CAUSES`.
+        text: One plain sentence.
+        counts: Whether it makes the loss fail the check.
+    """
+
+    name: str
+    text: str
+    counts: bool = True
