@@ -13,7 +13,7 @@ is float32.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,15 +119,18 @@ def aggregate(
     *,
     loss_scale_factor: float | None = None,
     count_empty_sequences: bool = True,
+    tokens: int | None = None,
 ) -> tuple[Tensor, float]:
     """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
 
-    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token.
+    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token. ``tokens`` is
+    what a token mean divides by where that is more than the values: before rejection.
     """
     nothing = scalar(0.0)
     counted = [v for v in values if v or count_empty_sequences]
     if mode == "token-mean":
-        return sum((x for v in values for x in v), nothing), float(sum(len(v) for v in values))
+        count = sum(len(v) for v in values) if tokens is None else tokens
+        return sum((x for v in values for x in v), nothing), float(count)
     if mode == "token-sum":
         return sum((x for v in values for x in v), nothing), 1.0
     if mode == "constant":
@@ -258,6 +261,12 @@ def gmpo(log_probs, old, advantages, weights, a):
 
 def gpg(log_probs, old, advantages, weights, a):
     return [-lp * adv for lp, adv in zip(log_probs, advantages, strict=True)], {}
+
+
+def drifting_gpg(log_probs, old, advantages, weights, a):
+    """gpg that reports how far the policy is from the one that answered: the bypass mode's reinforce."""
+    losses, _ = gpg(log_probs, old, advantages, weights, a)
+    return losses, {PPO_KL: [o - lp.item() for lp, o in zip(log_probs, old, strict=True)]}
 
 
 def _dppo(log_probs, old, advantages, a, keep):
@@ -392,6 +401,61 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 WEIGHT_INSIDE = {"gmpo", "geo_mean"}
 
 
+def keeps(log_ratios: list[float], rule: str, threshold: str) -> list[bool]:
+    """Which tokens of one sequence a rejection rule of verl lets pass; log-ratios of its valid tokens.
+
+    The statistic is an estimate of the KL divergence (k1, k2, k3) of each token, or the sum, mean or maximum of
+    a sequence's. k1 is signed and must lie between the logs of two ratios, the others below a bound.
+    """
+    level, kind = rule.rsplit("_", 1)
+    limited = [min(max(x, -20.0), 20.0) for x in log_ratios]
+    estimate = {"k1": lambda x: -x, "k2": lambda x: 0.5 * x * x, "k3": lambda x: math.exp(x) - 1 - x}[kind]
+    statistic = [estimate(x) for x in limited]
+    if level != "token" and statistic:
+        pooled = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}[level](statistic)
+        statistic = [pooled] * len(statistic)
+    bounds = [float(part) for part in threshold.split("_")]
+    if kind == "k1":
+        low, high = math.log(bounds[0] if len(bounds) == 2 else 1 / bounds[0]), math.log(bounds[-1])
+    else:
+        low, high = -math.inf, bounds[-1]
+    return [low <= x <= high for x in statistic]
+
+
+def rejected(samples: list[Sample], a: Any) -> list[Sample]:
+    """The sequences with the mask that is left after every rejection rule, each applied to the first mask."""
+    if a.rollout_rs is None:
+        return samples
+    rules = a.rollout_rs.split(",")
+    thresholds = a.rollout_rs_threshold.split(",")
+    thresholds *= len(rules) // len(thresholds)
+    out = []
+    for s in samples:
+        gaps = [x - o for x, o in zip(s.valid(s.log_probs), s.valid(s.old_log_probs), strict=True)]
+        passed = [keeps(gaps, rule, bound) for rule, bound in zip(rules, thresholds, strict=True)]
+        verdict = iter([all(each) for each in zip(*passed, strict=True)])
+        out.append(replace(s, mask=tuple(int(m and next(verdict)) for m in s.mask)))
+    return out
+
+
+def bypass_weights(samples: list[Sample], a: Any) -> list[list[float]] | None:
+    """A rollout weight for each token, masked or not, from the policy and the rollout's log-probs."""
+    if a.rollout_is is None:
+        return None
+    bounds = [float(part) for part in str(a.rollout_is_threshold).split("_")]
+    out = []
+    for s in samples:
+        gaps = [x - o if m else 0.0 for x, o, m in zip(s.log_probs, s.old_log_probs, s.mask, strict=True)]
+        if a.rollout_is == "sequence":
+            gaps = [sum(gaps)] * len(gaps)
+        raw = [math.exp(min(max(x, -20.0), 20.0)) for x in gaps]
+        if len(bounds) == 1:
+            out.append([min(w, bounds[0]) for w in raw])
+        else:
+            out.append([w if bounds[0] <= w <= bounds[1] else 0.0 for w in raw])
+    return out
+
+
 def dpo_pairs(samples: list[Sample], log_probs: list[list[Tensor]], a: Any) -> list[Tensor]:
     """A loss per pair: row 2k is preferred to row 2k + 1."""
     losses = []
@@ -428,6 +492,7 @@ def evaluate(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
     count_empty_sequences: bool = True,
+    count_rejected_tokens: bool = True,
     use_weights: bool = True,
     weight_floor: float = 0.0,
 ) -> Result:
@@ -444,13 +509,14 @@ def evaluate(
     )
     uids = [s.uid for s in samples]
 
-    def total(values: list[list[Tensor]]) -> Tensor:
+    def total(values: list[list[Tensor]], tokens: int | None = None) -> Tensor:
         numerator, denominator = aggregate(
             values,
             uids,
             loss_agg_mode,
             loss_scale_factor=loss_scale_factor,
             count_empty_sequences=count_empty_sequences,
+            tokens=tokens,
         )
         return ratio(numerator, denominator)
 
@@ -460,9 +526,17 @@ def evaluate(
         pg = sum(pairs, scalar(0.0)) / len(pairs)
     else:
         token_losses, reported = [], defaultdict(list)
-        for s, leaf in zip(samples, leaves, strict=True):
-            weights = s.valid(s.rollout_is_weights) if use_weights else None
-            losses, per_token = POLICY_LOSSES[loss_mode](
+        weights_of = [s.rollout_is_weights for s in samples] if use_weights else None
+        effective, policy_loss, tokens = samples, POLICY_LOSSES.get(loss_mode), None
+        if loss_mode == "bypass_mode":
+            reinforce = args.loss_type == "reinforce"
+            weights_of = bypass_weights(samples, args) if reinforce else None
+            effective, policy_loss = rejected(samples, args), drifting_gpg if reinforce else ppo
+            tokens = sum(s.tokens for s in samples) if count_rejected_tokens else None
+        assert policy_loss is not None, loss_mode
+        for i, (s, leaf) in enumerate(zip(effective, leaves, strict=True)):
+            weights = None if weights_of is None else s.valid(weights_of[i])
+            losses, per_token = policy_loss(
                 s.valid(leaf), s.valid(s.old_log_probs), s.valid(s.advantages), weights, args
             )
             if weights is not None and loss_mode not in WEIGHT_INSIDE:
@@ -470,7 +544,7 @@ def evaluate(
             token_losses.append(losses)
             for key, values in per_token.items():
                 reported[key].extend(values)
-        pg = total(token_losses)
+        pg = total(token_losses, tokens)
         metrics = {key: mean(values) for key, values in reported.items()}
     metrics["actor/pg_loss"] = pg.item()
 

@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 import torch
-from batches import LAYOUTS, Cut, cut, make_sequences, run, sequence
+from batches import LAYOUTS, Cut, cut, flat_gradient, make_sequences, run, sequence
 from oracle import MODES
-from ours import check, in_mode, run_ours, value
+from ours import BLIND_TO_EMPTY, check, in_mode, oracle_value, run_ours, value
 
 PIECES = [(micro, ranks) for ranks in (1, 2, 4) for micro in (1, 2, 4, 8)]
 HOW = ("even", "uneven", "dynamic")
@@ -50,7 +50,7 @@ def test_every_cut_is_the_whole(mode, layout):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_term_alone(mode, layout, term):
     settings = in_mode(mode, 3.5, **TERMS[term])
-    for micro, ranks, how in ((4, 1, "uneven"), (2, 2, "dynamic")):
+    for micro, ranks, how in ((3, 1, "uneven"), (1, 2, "dynamic")):
         check(settings, cut(samples_for(micro * ranks, term), micro, ranks, how), layout)
 
 
@@ -58,7 +58,7 @@ def test_every_term_alone(mode, layout, term):
 def test_float32(mode):
     settings = in_mode(mode, 3.5, **TERMS["all"])
     for layout in LAYOUTS:
-        for micro, ranks, how in ((1, 1, "even"), (8, 1, "dynamic"), (4, 2, "uneven")):
+        for micro, ranks, how in ((1, 1, "even"), (4, 1, "dynamic"), (2, 2, "uneven")):
             parts = cut(samples_for(micro * ranks), micro, ranks, how)
             check(settings, parts, layout, 1e-5, dtype=torch.float32)
 
@@ -82,7 +82,7 @@ def test_empty_sequences_left_out(mode):
 def test_order_does_not_matter(mode, layout):
     """Ranks, micro-batches and the sequences within, all in the opposite order."""
     samples = samples_for(8)
-    parts = cut(samples, 4, 2, "uneven")
+    parts = cut(samples, 2, 2, "uneven")
     turned = Cut(samples, tuple(tuple(m[::-1] for m in rank[::-1]) for rank in parts.ranks[::-1]))
     settings = in_mode(mode, 3.5, **TERMS["all"])
     assert parts.ranks != turned.ranks
@@ -123,6 +123,90 @@ def test_modes_of_the_terms_may_differ(term, layout):
     for micro, ranks in ((1, 1), (8, 1), (2, 4)):
         got = run_ours(settings, cut(samples, micro, ranks, "uneven"), layout)
         assert got.loss == pytest.approx(sum(alone), rel=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_rejected_before_the_loss(mode, layout):
+    """verl's v1 trainer rejects after it counted: batch_num_tokens holds tokens that response_mask no longer has.
+
+    A token mean divides by them, or by what is left; every other mode, and every token metric, knows only
+    what is left.
+    """
+    samples = samples_for(4)
+    left = tuple(replace(s, mask=(0, *s.mask[1:])) if i % 3 == 0 else s for i, s in enumerate(samples))
+    before, after = (sum(s.tokens for s in group) for group in (samples, left))
+    assert 0 < after < before
+    parts = cut(left, 3, 1, "uneven")
+    totals = (("batch_num_tokens", before),)
+    for count_rejected in (True, False):
+        settings = in_mode(mode, 3.5)
+        expected = oracle_value(left, settings)
+        share = after / before if count_rejected and mode == "token-mean" else 1.0
+        got = run_ours(settings | {"count_rejected_tokens": count_rejected}, parts, layout, totals=totals, counts=True)
+        assert got.loss == pytest.approx(expected.loss * share, rel=1e-10)
+        assert got.metrics["actor/pg_loss"] == pytest.approx(expected.loss * share, rel=1e-10)
+        for key in ("actor/pg_clipfrac", "actor/ppo_kl"):
+            assert got.metrics[key] == pytest.approx(expected.metrics[key], rel=1e-10)
+        reference = flat_gradient(left, expected.log_prob_grad) * share
+        torch.testing.assert_close(got.log_prob_grad, reference, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_synthetic_rows(mode, layout):
+    """Rows that verl appends to make a batch divide: masked, their uid begins with pad; counted or not."""
+    real = samples_for(4)
+    added = tuple(sequence(1 + k, mask=[0] * (1 + k), uid=f"pad-{k}", advantages=9.0) for k in range(5))
+    samples = (*real, *added)
+    settings = in_mode(mode, 3.5)
+    without = oracle_value(real, settings)
+    counted = oracle_value(samples, settings)
+    assert (counted.loss != without.loss) is (mode not in BLIND_TO_EMPTY)
+    for how, micro, ranks in (("even", 4, 1), ("uneven", 3, 2)):
+        parts = cut(samples, micro, ranks, how)
+        assert run_ours(settings, parts, layout).loss == pytest.approx(counted.loss, rel=1e-10)
+        if mode != "prompt-mean":
+            left_out = settings | {"count_padding_rows": False}
+            got = run_ours(left_out, parts, layout, counts=True)
+            assert got.loss == pytest.approx(without.loss, rel=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_totals_that_are_wrong_or_missing(layout):
+    """Missing ones are an error where ranks would differ by them, negative and too small ones always."""
+    samples = samples_for(4)
+    one, two = cut(samples, 2), cut(samples, 1, 2)
+    for mode, total in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
+        with pytest.raises(ValueError, match=total):
+            run_ours(in_mode(mode), two, layout, totals=((total, None),))
+        for wrong in (-1, 2.5, 1):
+            with pytest.raises(ValueError, match=total):
+                run_ours(in_mode(mode), one, layout, totals=((total, wrong),))
+        other = {"batch_num_tokens": "global_batch_size", "global_batch_size": "batch_num_tokens"}[total]
+        for unneeded in (None, 10**9):
+            totals = ((other, unneeded),)
+            got = run_ours(in_mode(mode), one, layout, totals=totals)
+            assert got.loss == pytest.approx(oracle_value(samples, in_mode(mode)).loss, rel=1e-10)
+    with pytest.raises(ValueError, match="prompt"):
+        run_ours(in_mode("prompt-mean"), one, layout, prompts=False)
+    with pytest.raises(ValueError, match="dp_size"):
+        run_ours(in_mode("token-mean"), one, layout, totals=(("dp_size", 0),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "prompt-mean"])
+def test_no_totals_means_local_means(mode, layout):
+    """Without totals a micro-batch is a batch: the same choice of which sequences count."""
+    samples = samples_for(4)
+    nothing = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
+    for count_empty in (True, False):
+        settings = in_mode(mode, 3.5, count_empty_sequences=count_empty)
+        got = run_ours(settings, cut(samples), layout, totals=nothing, counts=False)
+        expected = oracle_value(samples, settings)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-10)
+        reference = flat_gradient(samples, expected.log_prob_grad)
+        torch.testing.assert_close(got.log_prob_grad, reference, rtol=1e-10, atol=1e-13)
 
 
 class LocalMeans:

@@ -81,11 +81,10 @@ def without_weights(name):
 @every_loss
 @every_mode
 def test_on_cuts(mode, name):
-    """Whole, and cut; every layout has its turn at each number of pieces over losses and modes."""
+    """Cut into three micro-batches, one without a token, and over two ranks; the layouts take turns."""
     settings = settings_of(name, mode)
     turn = MODES.index(mode) + list(LOSSES).index(name)
-    cuts = ((1, 1, "even"), (4, 1, "uneven"), (2, 2, "dynamic"))
-    for i, (micro, ranks, how) in enumerate(cuts):
+    for i, (micro, ranks, how) in enumerate(((3, 1, "uneven"), (1, 2, "dynamic"))):
         parts = cut(SAMPLES, micro, ranks, how, seed=3)
         got = check(settings, parts, LAYOUTS[(i + turn) % 3], **without_weights(name))
         assert got.log_prob_grad.abs().max() > 1e-3
@@ -277,3 +276,61 @@ def test_dpo_refuses_half_a_pair():
     loss = EnginePolicyLoss(LossConfig(loss_mode="dpo"))
     with pytest.raises(ValueError, match="pairs"):
         run(loss, cut(PAIRS[:3]), "nested", with_entropy=False)
+
+
+NO_BYPASS = {
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": "2.0",
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+BYPASS = {
+    "plain": {},
+    "token weights": {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": "1.4"},
+    "icepop": {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_threshold": "0.5_1.6"},
+    "token_k1": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.5"},
+    "two rules": {"rollout_rs": "token_k2,seq_mean_k1", "rollout_rs_threshold": "0.3,1.8"},
+    "seq_sum_k3": {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": "0.5", "loss_type": "reinforce"},
+    "seq_max_k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.6"},
+}
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "prompt-mean"])
+@pytest.mark.parametrize("name", BYPASS)
+def test_bypass_mode_on_cuts(name, mode):
+    """verl's bypass mode: the loss weighs and rejects by itself; a token mean divides by the rejected ones too."""
+    settings = in_mode(mode, 3.5) | CLIP
+    settings |= {"loss_mode": "bypass_mode", "loss_args": NO_BYPASS | BYPASS[name]}
+    turn = MODES.index(mode) + list(BYPASS).index(name)
+    for i, (micro, ranks, how) in enumerate(((1, 1, "even"), (3, 1, "uneven"), (1, 2, "dynamic"))):
+        check(settings, cut(SAMPLES, micro, ranks, how), LAYOUTS[(i + turn) % 3], counts=True)
+
+
+def test_bypass_mode_cannot_count_what_it_will_keep():
+    """How many tokens the whole mini-batch keeps is not known while its first micro-batch is computed."""
+    with pytest.raises(ValueError, match="count_rejected_tokens"):
+        LossConfig(loss_mode="bypass_mode", count_rejected_tokens=False)
+
+
+def test_bypass_mode_reports_what_it_rejected():
+    """The share of tokens, and of sequences with a token, that were rejected: over the mini-batch."""
+    arguments = NO_BYPASS | BYPASS["token_k1"]
+    settings = in_mode("token-mean") | {"loss_mode": "bypass_mode", "loss_args": arguments}
+    valid = [s for s in SAMPLES if s.tokens]
+    outside = [
+        [
+            not math.log(0.6) <= o - x <= math.log(1.5)
+            for x, o in zip(s.valid(s.log_probs), s.valid(s.old_log_probs), strict=True)
+        ]
+        for s in valid
+    ]
+    tokens = sum(map(sum, outside)) / sum(map(len, outside))
+    sequences = sum(map(any, outside)) / len(valid)
+    assert 0 < tokens < sequences < 1
+    for layout in LAYOUTS:
+        for micro, ranks in ((1, 1), (3, 1), (2, 2)):
+            metrics = run_ours(settings, cut(SAMPLES, micro, ranks, "uneven"), layout).metrics
+            for key in ("rollout_rs", "rollout_rs_token_k1"):
+                assert metrics[f"rollout_corr/{key}_masked_fraction"] == pytest.approx(tokens, rel=1e-10)
+                assert metrics[f"rollout_corr/{key}_seq_masked_fraction"] == pytest.approx(sequences, rel=1e-10)

@@ -12,6 +12,7 @@ import torch
 from batches import assert_equals_oracle, cut, make_sequences, run
 from oracle import VERL_GUARD, evaluate, importance_metrics
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.workers.config import ActorConfig, PolicyLossConfig
@@ -45,6 +46,49 @@ def verl_loss(loss_mode: str, mode: str, **overrides):
         **overrides,
     )
     return functools.partial(ppo_loss, config=config)
+
+
+BYPASS = {
+    "plain": {},
+    "weights": {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": "1.4"},
+    "icepop": {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_threshold": "0.5_1.6"},
+    "token": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.5"},
+    "both": {"rollout_rs": "token_k2,seq_mean_k1", "rollout_rs_threshold": "0.3,1.8"},
+    "sum": {"rollout_rs": "seq_sum_k3", "rollout_rs_threshold": "0.5", "loss_type": "reinforce"},
+    "max": {"rollout_rs": "seq_max_k2,token_k3", "rollout_rs_threshold": "0.9"},
+}
+NO_BYPASS = {
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": "2.0",
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+
+
+@pytest.mark.parametrize("mode", VERL_MODES)
+@pytest.mark.parametrize("name", BYPASS)
+def test_bypass_mode(name, mode):
+    """verl's bypass mode on one micro-batch; a token mean divides by the tokens before rejection."""
+    arguments = NO_BYPASS | BYPASS[name]
+    policy = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=RolloutCorrectionConfig(**arguments))
+    settings = {"loss_scale_factor": 7} if mode == "seq-mean-token-sum-norm" else {}
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode=mode,
+        policy_loss=policy,
+        **settings,
+    )
+    got = run(functools.partial(ppo_loss, config=config), cut(SAMPLES), "nested", with_entropy=False)
+    expected = evaluate(SAMPLES, loss_mode="bypass_mode", loss_agg_mode=mode, loss_args=arguments, **settings)
+    assert_equals_oracle(got, expected, SAMPLES, 1e-10, ("actor/pg_loss", "actor/ppo_kl"))
+    for key in ROUNDED:
+        if key in expected.metrics:
+            assert got.metrics[key] == pytest.approx(expected.metrics[key], abs=1e-6)
+    if "rollout_rs" in BYPASS[name]:
+        assert 0 < got.metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
 def padded_tensors(samples, *names):
