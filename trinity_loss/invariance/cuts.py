@@ -64,20 +64,21 @@ def whole(batch: MiniBatch, layout: Layout = "nested", width: int | None = None)
 
 def even(batch: MiniBatch, micro_batches: int, ranks: int) -> Ranks:
     """Consecutive sequences in nearly equal numbers."""
-    pieces = torch.arange(batch.num_sequences).tensor_split(micro_batches * ranks)
-    return _deal([tuple(piece.tolist()) for piece in pieces], micro_batches)
+    pieces = torch.arange(len(batch.groups)).tensor_split(micro_batches * ranks)
+    return _deal([_flat(batch, piece.tolist()) for piece in pieces], micro_batches)
 
 
 def uneven(batch: MiniBatch, micro_batches: int, ranks: int, seed: int) -> Ranks:
-    """Shuffled sequences in random numbers; the last piece holds nothing but a fully masked sequence."""
+    """Shuffled sequences in random numbers; the last piece holds fully masked sequences only, if there are any."""
     draw = random.Random(seed)
-    order = draw.sample(range(batch.num_sequences), batch.num_sequences)
+    order = draw.sample(range(len(batch.groups)), len(batch.groups))
     pieces = micro_batches * ranks
-    alone = [i for i in order if batch.valid_counts[i] == 0][:1] if pieces > 1 else []
-    order = [i for i in order if i not in alone]
+    masked = [k for k in order if not any(batch.valid_counts[i] for i in batch.groups[k])]
+    alone = masked[:1] if pieces > 1 else []
+    order = [k for k in order if k not in alone]
     inner = sorted(draw.sample(range(1, len(order)), pieces - len(alone) - 1))
-    parts = [tuple(order[a:b]) for a, b in pairwise([0, *inner, len(order)])]
-    return _deal([*parts, *([tuple(alone)] if alone else [])], micro_batches)
+    parts = [order[a:b] for a, b in pairwise([0, *inner, len(order)])] + [alone] * bool(alone)
+    return _deal([_flat(batch, part) for part in parts], micro_batches)
 
 
 def dynamic(batch: MiniBatch, ranks: int, seed: int, *, at_least: int | None = None, max_tokens: int) -> Ranks:
@@ -97,8 +98,8 @@ def dynamic(batch: MiniBatch, ranks: int, seed: int, *, at_least: int | None = N
     from verl.utils.seqlen_balancing import rearrange_micro_batches
 
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
-    order = random.Random(seed).sample(range(batch.num_sequences), batch.num_sequences)
-    shares = [order[rank::ranks] for rank in range(ranks)]
+    order = random.Random(seed).sample(range(len(batch.groups)), len(batch.groups))
+    shares = [_flat(batch, order[rank::ranks]) for rank in range(ranks)]
     count = at_least
     while True:
         parts = []
@@ -107,12 +108,18 @@ def dynamic(batch: MiniBatch, ranks: int, seed: int, *, at_least: int | None = N
                 [torch.zeros(lengths[i], dtype=torch.int64) for i in rows], layout=torch.jagged
             )
             data = TensorDict({"input_ids": ids}, batch_size=[len(rows)])
-            _, indices = rearrange_micro_batches(data, max_token_len=max_tokens, min_num_micro_batch=count)
+            _, indices = rearrange_micro_batches(
+                data, max_token_len=max_tokens, min_num_micro_batch=count, force_group_size=batch.group_size
+            )
             parts.append(tuple(tuple(rows[i] for i in index) for index in indices))
         most = max(map(len, parts))
         if all(len(part) == most for part in parts):
             return tuple(parts)
         count = most
+
+
+def _flat(batch: MiniBatch, groups: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for k in groups for i in batch.groups[k])
 
 
 def _deal(pieces: list[tuple[int, ...]], micro_batches: int) -> Ranks:
@@ -132,13 +139,13 @@ def all_cuts(
 
     Cuts that the mini-batch is too small for are left out; ``skipped`` says which, and why.
     """
-    sequences = batch.num_sequences
-    most = max((m for m in micro_batches if m + 1 < sequences), default=1)
-    ranks = max((d for d in dp_sizes if 2 * d + 1 < sequences), default=1)
+    groups = len(batch.groups)
+    most = max((m for m in micro_batches if m + 1 < groups), default=1)
+    ranks = max((d for d in dp_sizes if 2 * d + 1 < groups), default=1)
     base: Layout = layouts[0]
     for d in dp_sizes:
         for m in micro_batches:
-            if 1 < m * d <= sequences:
+            if 1 < m * d <= groups:
                 yield Cut("even", even(batch, m, d), base)
     some = [(min(4, most), 1)] + ([(min(2, most), ranks)] if ranks > 1 else [])
     for m, d in {(most, 1): None, **dict.fromkeys(some[1:])}:
@@ -147,7 +154,7 @@ def all_cuts(
     if batch.cut is not None:
         yield Cut("recorded", batch.cut, base, note="as recorded")
     yield from _dynamic_cuts(batch, some, ranks, seed, base, token_budgets, skipped)
-    backwards = tuple(reversed(range(sequences)))
+    backwards = _flat(batch, range(groups)[::-1])
     yield Cut("order", ((backwards,),), base, note="in reverse order")
     for layout in layouts[1:]:
         yield Cut("layout", whole(batch).ranks, layout)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -90,6 +91,16 @@ def build(batch: MiniBatch, rows: Sequence[int], layout: Layout, width: int | No
 
 def _token_fields(batch: MiniBatch) -> dict[str, Tensor]:
     return {"response_mask": batch.response_mask, **batch.token_fields}
+
+
+def remembering(most: int = 1024) -> Callable[[MiniBatch, Sequence[int], Layout, int | None], MicroBatch]:
+    """A :func:`build` that remembers what it built; for losses that leave their input as it is."""
+
+    @lru_cache(maxsize=most)
+    def remember(batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None) -> MicroBatch:
+        return build(batch, rows, layout, width)
+
+    return lambda batch, rows, layout, width: remember(batch, tuple(rows), layout, width)
 
 
 def _padding(values: Tensor) -> float:

@@ -40,6 +40,7 @@ class MiniBatch:
         totals: What a recorded run said of its mini-batch, by the names of
             :class:`trinity_loss.aggregation.Totals`; what is missing is counted.
         cut: How the recorded run cut it: per rank, per micro-batch, the numbers of the sequences.
+        group_size: So many consecutive sequences stay together in every cut (verl's ``force_group_size``).
 
     Example:
         >>> batch = MiniBatch(
@@ -66,6 +67,7 @@ class MiniBatch:
     uids: Sequence[str] | None = None
     totals: Mapping[str, int] = field(default_factory=dict)
     cut: Ranks | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         sequences, tokens = self.num_sequences, int(self.response_lengths.sum())
@@ -89,6 +91,8 @@ class MiniBatch:
             raise FieldShapeError(
                 "a mini-batch needs a sequence, and every sequence a prompt token before its response"
             )
+        if self.group_size < 1 or sequences % self.group_size:
+            raise FieldShapeError(f"group_size is {self.group_size}; expected a divisor of {sequences} sequences")
         if self.cut is not None:
             if sorted(i for rank in self.cut for rows in rank for i in rows) != list(range(sequences)):
                 raise FieldShapeError(f"cut does not name each of the {sequences} sequences once")
@@ -103,6 +107,12 @@ class MiniBatch:
     def num_tokens(self) -> int:
         """N, counted or not."""
         return self.response_mask.numel()
+
+    @cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The sequences that stay together, in order; one each where nothing has to."""
+        size = self.group_size
+        return [tuple(range(first, first + size)) for first in range(0, self.num_sequences, size)]
 
     @cached_property
     def starts(self) -> list[int]:

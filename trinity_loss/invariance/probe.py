@@ -42,8 +42,9 @@ class Cause:
 
 def with_masked(subject: Subject, *lengths: int) -> tuple[MiniBatch, list[int]]:
     """The mini-batch and further fully masked sequences, and the numbers of these; totals stay as they were."""
-    sequences = subject.batch.num_sequences
-    return subject.batch.with_masked_sequences(*lengths), list(range(sequences, sequences + len(lengths)))
+    sequences, size = subject.batch.num_sequences, subject.batch.group_size
+    batch = subject.batch.with_masked_sequences(*(length for length in lengths for _ in range(size)))
+    return batch, list(range(sequences, batch.num_sequences))
 
 
 def causes(subject: Subject, term: str) -> list[Cause]:
@@ -121,17 +122,18 @@ class Probe:
             if abs(padded - 1) > _SAME:
                 return padded
         longest = int(self.subject.batch.response_lengths.max())
-        batch, (short, long) = with_masked(self.subject, 1, longest + 7)
+        batch, added = with_masked(self.subject, 1, longest + 7)
+        short, long = added[: len(added) // 2], added[len(added) // 2 :]
         layout: Layout = self.subject.base
-        nested = [self.gradient([*self.rows, row], batch, layout=layout) for row in (short, long)]
+        nested = [self.gradient([*self.rows, *rows], batch, layout=layout) for rows in (short, long)]
         return self.factor(nested[1], nested[0])
 
     def twice(self) -> float:
         return self.factor(self.gradient(self.rows + self.rows))
 
     def one_more_masked(self) -> float:
-        batch, (masked,) = with_masked(self.subject, 2)
-        return self.factor(self.gradient([*self.rows, masked], batch))
+        batch, masked = with_masked(self.subject, 2)
+        return self.factor(self.gradient([*self.rows, *masked], batch))
 
     def two_ranks(self) -> float:
         return self.factor(self.gradient(self.rows, dp_size=2))
@@ -141,24 +143,17 @@ class Probe:
         return self.factor(three, one)
 
     def order_matters(self) -> bool:
-        turned = self.gradient(self.rows[::-1])
+        turned = self.gradient([i for group in self.subject.batch.groups[::-1] for i in group])
         return float((turned - self.together).norm()) > _SAME * float(self.together.norm())
 
     def company(self) -> Cause | None:
         """Whether and how a sequence's part depends on the others of its micro-batch."""
-        batch = self.subject.batch
-        starts = batch.starts
-        candidates = [
-            i for i in self.rows if batch.valid_counts[i] and bool(self.together[starts[i] : starts[i + 1]].any())
-        ]
-        factors: dict[int, float] = {}
-        # The longest first: they show a selection; the shortest show what a mean is over.
-        candidates.sort(key=lambda i: -batch.valid_counts[i])
-        for i in [*candidates[:_MOST_ALONE], *candidates[_MOST_ALONE:][-3:]]:
-            here = slice(starts[i], starts[i + 1])
-            alone, together = self.gradient([i])[here], self.together[here]
-            factors[i] = self.factor(alone, together)
-            if float((alone - factors[i] * together).norm()) > _SAME * float(alone.norm()):
+        factors: dict[tuple[int, ...], float] = {}
+        for group in self._alone():
+            here = self._tokens(group)
+            alone, together = self.gradient(group)[here], self.together[here]
+            factors[group] = self.factor(alone, together)
+            if float((alone - factors[group] * together).norm()) > _SAME * float(alone.norm()):
                 return Cause(
                     "selection inside the micro-batch",
                     "{} chooses, ranks or normalises tokens among those of the micro-batch",
@@ -182,15 +177,28 @@ class Probe:
             )
         return None
 
-    def _over(self, factors: dict[int, float]) -> str:
-        """What the mean is over: the factor between alone and together is its count over that of one sequence."""
+    def _tokens(self, group: tuple[int, ...]) -> slice:
+        return slice(self.subject.batch.starts[group[0]], self.subject.batch.starts[group[-1] + 1])
+
+    def _alone(self) -> list[tuple[int, ...]]:
+        """Sequences to try alone: the longest show a selection, the shortest show what a mean is over."""
         batch = self.subject.batch
-        counts = {
-            "'s tokens": (sum(batch.valid_counts), batch.valid_counts),
-            "'s sequences": (batch.num_sequences, [1] * batch.num_sequences),
-            "'s sequences with a valid token": (sum(c > 0 for c in batch.valid_counts), [1] * batch.num_sequences),
+        moving = [group for group in batch.groups if bool(self.together[self._tokens(group)].any())]
+        moving.sort(key=lambda group: -sum(batch.valid_counts[i] for i in group))
+        return [*moving[:_MOST_ALONE], *moving[_MOST_ALONE:][-3:]]
+
+    def _over(self, factors: dict[tuple[int, ...], float]) -> str:
+        """What the mean is over: the factor between alone and together is its count over that of the few."""
+        counts = self.subject.batch.valid_counts
+        ways = {
+            "'s tokens": counts,
+            "'s sequences": [1] * len(counts),
+            "'s sequences with a valid token": [int(count > 0) for count in counts],
         }
-        for what, (together, alone) in counts.items():
-            if all(abs(f * alone[i] / together - 1) <= _SAME for i, f in factors.items()):
+        for what, weights in ways.items():
+            if all(
+                abs(factor * sum(weights[i] for i in group) / sum(weights) - 1) <= _SAME
+                for group, factor in factors.items()
+            ):
                 return what
         return ""

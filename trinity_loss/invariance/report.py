@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_loss.invariance.rows import CAUSES, TERMS, Finding, Row
+from trinity_loss.tables import plain_table
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,7 @@ class Report:
         return headers, cells
 
     def __str__(self) -> str:
-        headers, cells = self.table()
-        widths = [max(len(line[i]) for line in [headers, *cells]) for i in range(len(headers))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in [headers, ["-" * width for width in widths], *cells]
-        ]
-        return "\n".join([*lines, "", *self.summary()])
+        return "\n".join([*plain_table(*self.table()), "", *self.summary()])
 
     def summary(self) -> list[str]:
         """The verdict, every finding, and what was left out, a line each."""

@@ -1,0 +1,254 @@
+"""Losses by the names that ``trinity-loss verify --loss`` takes, bound to a verl configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
+from trinity_loss.errors import ConfigError
+from trinity_loss.loss import EnginePolicyLoss
+from trinity_loss.registry import policy_loss_names
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+#: What ``:all`` puts where a loss cannot do without a number.
+_DRO_BETA, _SCALE_FACTOR = 0.1, 100
+_VERL_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_TRINITY_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A loss to be verified.
+
+    Attributes:
+        name: As in the report.
+        loss_fn: The callable.
+        token_budgets: Token budgets of its configuration.
+        group_size: Consecutive sequences that must stay together.
+    """
+
+    name: str
+    loss_fn: Callable[..., Any]
+    token_budgets: tuple[int, ...] = ()
+    group_size: int = 1
+
+
+def candidates(spec: str, config: DictConfig) -> Iterator[Candidate]:
+    """The losses that a name stands for.
+
+    Args:
+        spec: ``ours``, ``verl`` or ``trinity`` (the loss that the configuration names), each with ``:NAME`` for
+            another one and ``:all`` for every loss in every aggregation mode; or ``package.module:name``: a
+            callable of the engine's contract, one that takes verl's ``config`` too, or a policy loss of verl's
+            signature.
+        config: A composed verl configuration.
+
+    Raises:
+        ConfigError: There is no such loss, or the configuration does not make one.
+    """
+    family, _, name = spec.partition(":")
+    if family in _FAMILIES and name == "all":
+        for loss_mode in _NAMES[family]():
+            for mode in _MODES[family]:
+                yield from _of_every_mode(family, loss_mode, mode, config)
+    elif family in _FAMILIES:
+        yield _FAMILIES[family](name or None, config, {})
+    elif name:
+        yield _from_module(spec, config)
+    else:
+        raise ConfigError(f"--loss is {spec!r}; expected ours, verl:NAME, trinity:NAME or package.module:name")
+
+
+def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Candidate]:
+    scale: dict[str, Any] = {"loss_scale_factor": None}
+    if family != "trinity" and has_scale_factor(mode):
+        scale["loss_scale_factor"] = config.actor_rollout_ref.actor.loss_scale_factor or _SCALE_FACTOR
+        if family == "verl":
+            yield _FAMILIES[family](loss_mode, config, {"loss_agg_mode": mode, "loss_scale_factor": None})
+    yield _FAMILIES[family](loss_mode, config, {"loss_agg_mode": mode, **scale})
+
+
+def _policy_loss(config: DictConfig, loss_mode: str | None) -> dict[str, Any]:
+    chosen = loss_mode or config.actor_rollout_ref.actor.policy_loss.loss_mode
+    changes = {"loss_mode": chosen}
+    if chosen == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
+        changes["dro_beta"] = _DRO_BETA
+    return changes
+
+
+def _title(family: str, loss_mode: str, mode: str, scale: Any) -> str:
+    divisor = f"/{scale}" if has_scale_factor(mode) else ""
+    return f"{family}:{loss_mode} {mode}{divisor}"
+
+
+def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+    from trinity_loss.verl.composed import TARGET, actor_config, token_budgets
+    from trinity_loss.verl.config import loss_config
+
+    changes = dict(changes)
+    mode = changes.pop("loss_agg_mode", None)
+    policy_loss: dict[str, Any] = {"_target_": TARGET, **_policy_loss(config, loss_mode)}
+    if mode is not None:
+        policy_loss["loss_agg_mode"] = mode
+    actor = actor_config(config, policy_loss, **changes)
+    made = loss_config(actor)
+    pairs = made.loss_mode == "dpo"
+    name = _title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor)
+    return Candidate(name, EnginePolicyLoss(made), token_budgets(actor), 2 if pairs else 1)
+
+
+def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+    from verl.workers.utils.losses import ppo_loss
+
+    from trinity_loss.verl.composed import actor_config, token_budgets
+
+    policy_loss = {"_target_": "verl.workers.config.PolicyLossConfig", **_policy_loss(config, loss_mode)}
+    names = _NAMES["verl"]()
+    if policy_loss["loss_mode"] not in names:
+        raise ConfigError(f"verl has no loss {policy_loss['loss_mode']!r}; expected one of {', '.join(names)}")
+    ours_only = [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()]
+    actor = actor_config(_without(config, ours_only), policy_loss, **changes)
+    name = _title("verl", policy_loss["loss_mode"], actor.loss_agg_mode, actor.loss_scale_factor)
+    return Candidate(name, partial(ppo_loss, config=actor), token_budgets(actor))
+
+
+def _verl_fields() -> set[str]:
+    from verl.workers.config import PolicyLossConfig
+
+    return {*PolicyLossConfig.__dataclass_fields__, "_target_"}
+
+
+def _without(config: DictConfig, names: list[str]) -> DictConfig:
+    """The configuration without our fields of ``policy_loss``, which verl's dataclass does not have."""
+    from omegaconf import OmegaConf
+
+    if not names:
+        return config
+    actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+    assert isinstance(actor, dict)
+    for name in names:
+        del actor["policy_loss"][name]
+    copy: DictConfig = OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
+    return copy
+
+
+class WithRowFields:
+    """A Trinity-RFT loss with the fields that its trainer adds per row: who is an expert, the step."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        rows = data.batch_size[0]
+        # By the prompt's length, which a sequence keeps in whatever micro-batch it is.
+        prompts = data["prompts"]
+        lengths = prompts.offsets().diff() if prompts.is_nested else prompts.sum(1)
+        data["expert_mask"] = lengths % 3 == 0
+        data["step"] = torch.zeros(rows, dtype=torch.int64)
+        return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+
+def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+    from trinity_loss.verl.composed import actor_config, token_budgets
+
+    try:
+        from trinity.algorithm import ENTROPY_LOSS_FN, KL_FN, POLICY_LOSS_FN
+        from trinity.common.config import AlgorithmConfig
+        from trinity.trainer.verl.losses import TrinityPolicyLoss
+    except ImportError as error:
+        raise ConfigError(f"Trinity-RFT cannot be imported (pip install --no-deps trinity-rft): {error}") from error
+    name = loss_mode or "ppo"
+    names = _NAMES["trinity"]()
+    if name not in names:
+        raise ConfigError(f"Trinity-RFT has no loss {name!r}; expected one of {', '.join(names)}")
+    base = _without(config, [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()])
+    actor = actor_config(base, {"_target_": "verl.workers.config.PolicyLossConfig", "loss_mode": "vanilla"}, **changes)
+    arguments = dict(POLICY_LOSS_FN.get(name).default_args())
+    for argument, value in (("loss_agg_mode", actor.loss_agg_mode), ("clip_range", actor.clip_ratio)):
+        if argument in arguments:
+            arguments[argument] = value
+    kl = actor.kl_loss_type.removesuffix("+") if actor.use_kl_loss else "none"
+    kl = {"kl": "k1", "mse": "k2"}.get(kl, kl)
+    entropy = "default" if actor.entropy_coeff else "none"
+    loss_fn = TrinityPolicyLoss(
+        AlgorithmConfig(
+            policy_loss_fn=name,
+            policy_loss_fn_args=arguments,
+            kl_loss_fn=kl,
+            kl_loss_fn_args={**KL_FN.get(kl).default_args(), "kl_coef": actor.kl_loss_coef},
+            entropy_loss_fn=entropy,
+            entropy_loss_fn_args={**ENTROPY_LOSS_FN.get(entropy).default_args(), "entropy_coef": actor.entropy_coeff},
+            loss_agg_mode=actor.loss_agg_mode,
+        )
+    )
+    title = f"trinity:{name} {actor.loss_agg_mode}"
+    return Candidate(title, WithRowFields(loss_fn), token_budgets(actor), 2 if name == "dpo" else 1)
+
+
+def _from_module(spec: str, config: DictConfig) -> Candidate:
+    module, _, attribute = spec.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--loss {spec}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return Candidate(spec, found)
+    if {"log_prob", "response_mask", "loss_agg_mode"} <= set(parameters):
+        return replace(_verls(_registered(spec, found), config, {}), name=spec)
+    if "config" in parameters and not isinstance(found, partial):
+        from trinity_loss.verl.composed import actor_config, token_budgets
+
+        actor = actor_config(config)
+        return Candidate(spec, partial(found, config=actor), token_budgets(actor))
+    return Candidate(spec, found)
+
+
+def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:
+    """The name under which verl knows this policy loss; one it does not know is registered by its path."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    for name, function in POLICY_LOSS_REGISTRY.items():
+        if function is policy_loss:
+            return name
+    register_policy_loss(spec)(policy_loss)
+    return spec
+
+
+def _verl_names() -> tuple[str, ...]:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    return tuple(POLICY_LOSS_REGISTRY)
+
+
+def _trinity_names() -> tuple[str, ...]:
+    from trinity.algorithm import POLICY_LOSS_FN
+
+    return tuple(POLICY_LOSS_FN._default_mapping)
+
+
+_FAMILIES: dict[str, Callable[[str | None, DictConfig, dict[str, Any]], Candidate]] = {
+    "ours": _ours,
+    "verl": _verls,
+    "trinity": _trinitys,
+}
+_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "ours": policy_loss_names,
+    "verl": _verl_names,
+    "trinity": _trinity_names,
+}
+_MODES = {"ours": aggregation_mode_names(), "verl": _VERL_MODES, "trinity": _TRINITY_MODES}

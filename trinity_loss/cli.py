@@ -1,0 +1,153 @@
+"""The command ``trinity-loss``: ``verify`` a loss, let the ``doctor`` look at a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+from trinity_loss.errors import ConfigError, TrinityLossError
+
+_VERIFY = """\
+Cuts a mini-batch every way and compares gradient, reported loss and metrics with the whole.
+
+examples:
+  trinity-loss verify --loss ours actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+  trinity-loss verify --loss verl:geo_mean
+  trinity-loss verify --loss my_package.my_module:my_loss --plot figure.png
+  trinity-loss verify --loss verl:all                      every loss of verl in every mode, a line each
+  trinity-loss verify --loss ours --config-dir conf --config-name my_run --batch recorded.pt
+
+exit code: 0 all is well, 1 a loss depends on the cut, 2 the call is wrong"""
+
+_DOCTOR = """\
+Says which versions and hooks are in place, here and in a Ray worker, which loss a verl configuration ends up
+with, and what is likely to go wrong in it.
+
+exit code: 0 nothing wrong, 1 something is, 2 the call is wrong"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage: it scrolls the message away."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command and exits with its code."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    overrides = [*options.overrides, *rest]
+    wrong = [word for word in overrides if word.startswith("--") or "=" not in word.lstrip("~")]
+    wrong = [word for word in wrong if not word.startswith("~")]
+    if wrong:
+        parser.error(f"unrecognized: {' '.join(wrong)}; Hydra overrides are key=value")
+    options.overrides = overrides
+    # verl announces that it found no accelerator, Ray and torch what will change: none of it is the answer.
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        passed = options.run(options)
+    except (TrinityLossError, OSError, ImportError) as error:
+        parser.exit(2, f"{parser.prog} {options.command}: {' '.join(str(error).split())}\n")
+    sys.exit(0 if passed else 1)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="trinity-loss", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    formatter = argparse.RawDescriptionHelpFormatter
+    verify = commands.add_parser("verify", help="verify a loss", description=_VERIFY, formatter_class=formatter)
+    verify.add_argument(
+        "--loss",
+        action="append",
+        metavar="NAME",
+        help="ours, verl or trinity, each also with :NAME or :all, or package.module:name; may be given again "
+        "(default: ours)",
+    )
+    _add_config(verify)
+    verify.add_argument("--batch", metavar="FILE", help="a recorded mini-batch instead of one that is drawn")
+    verify.add_argument(
+        "--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it"
+    )
+    verify.add_argument("--micro-batches", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="per rank")
+    verify.add_argument("--ranks", type=_numbers, default=(1, 2, 4), metavar="N,N", help="data-parallel ranks")
+    verify.add_argument("--seed", type=int, default=0, metavar="N")
+    verify.add_argument("--tolerance", type=float, default=None, metavar="X", help="relative, taken for rounding")
+    verify.add_argument(
+        "--strict",
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="metrics that depend on the cut and NaN at masked tokens fail the loss too (default: ours only)",
+    )
+    verify.add_argument("--json", action="store_true", help="print the report as JSON")
+    verify.add_argument("--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches")
+    verify.set_defaults(run=_run_verify)
+    doctor = commands.add_parser("doctor", help="look for trouble", description=_DOCTOR, formatter_class=formatter)
+    _add_config(doctor)
+    doctor.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="look into a Ray worker")
+    doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
+    doctor.set_defaults(run=_run_doctor)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of a verl configuration (default: verl's own)")
+    parser.add_argument("--config-name", metavar="NAME", default="ppo_trainer", help="(default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 1,2,4")
+    return numbers
+
+
+def _run_verify(arguments: argparse.Namespace) -> bool:
+    from trinity_loss.verify import Options, verify
+    from trinity_loss.verl.composed import compose
+
+    config = compose(arguments.config_dir, arguments.config_name, arguments.overrides)
+    losses = tuple(arguments.loss or ["ours"])
+    if arguments.engine is not None:
+        raise ConfigError("--engine is not there yet")
+    batch = None
+    if arguments.batch is not None:
+        from trinity_loss.recording import load_recording
+
+        batch = load_recording(arguments.batch)
+    options = Options(
+        losses=losses,
+        batch=batch,
+        micro_batches=arguments.micro_batches,
+        dp_sizes=arguments.ranks,
+        seed=arguments.seed,
+        tolerance=1e-6 if arguments.tolerance is None else arguments.tolerance,
+        strict=arguments.strict,
+        json=arguments.json,
+        plot=arguments.plot,
+    )
+    return verify(options, config)
+
+
+def _run_doctor(arguments: argparse.Namespace) -> bool:
+    from trinity_loss.doctor import examine
+    from trinity_loss.verl.composed import compose
+
+    config = compose(arguments.config_dir, arguments.config_name, arguments.overrides)
+    return examine(config, ray=arguments.ray, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What ``trinity-loss verify`` does, apart from its arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trinity_loss.candidates import Candidate, candidates
+from trinity_loss.errors import ConfigError, TrinityLossError
+from trinity_loss.invariance.check import LAYOUTS, check_invariance, check_subject
+from trinity_loss.invariance.draw import make_mini_batch
+from trinity_loss.invariance.engine import Builder
+from trinity_loss.invariance.layouts import remembering
+from trinity_loss.invariance.measure import Subject, describe
+from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.invariance.report import Report
+from trinity_loss.tables import print_table
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+#: ``:all`` tries every loss in every mode on fewer cuts of a smaller mini-batch.
+_FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 14, (1, 3), (1, 2)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of the command, see ``trinity-loss verify --help``."""
+
+    losses: tuple[str, ...]
+    batch: MiniBatch | None = None
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    dp_sizes: tuple[int, ...] = (1, 2, 4)
+    seed: int = 0
+    tolerance: float = 1e-6
+    strict: bool | None = None
+    json: bool = False
+    plot: str | None = None
+
+
+def verify(options: Options, config: DictConfig) -> bool:
+    """Verifies losses and prints what was found.
+
+    Returns:
+        Whether all of them passed.
+
+    Raises:
+        ConfigError: A name, a configuration or a mini-batch does not make a loss that can be run.
+    """
+    if len(options.losses) == 1 and not options.losses[0].endswith(":all"):
+        reports = [_verify(candidate, options) for candidate in candidates(options.losses[0], config)]
+    else:
+        reports = _verify_many(options, config)
+    if options.json:
+        plain = [report.to_dict() for report in reports]
+        json.dump(plain[0] if len(plain) == 1 else plain, sys.stdout, indent=2)
+        print()
+    elif len(reports) == 1:
+        print_table(*reports[0].table())
+        print("\n".join(reports[0].summary()))
+    if options.plot is not None:
+        from trinity_loss.invariance.figure import draw
+
+        draw(reports[:4], options.plot)
+    return all(report.ok for report in reports)
+
+
+def _batch(candidate: Candidate, options: Options) -> MiniBatch:
+    batch = options.batch
+    if batch is None:
+        batch = make_mini_batch(max(36, max(options.micro_batches) * max(options.dp_sizes) + 2), options.seed)
+    if batch.group_size != candidate.group_size and candidate.group_size > 1:
+        batch = replace(batch, group_size=candidate.group_size)
+    return batch
+
+
+def _verify(candidate: Candidate, options: Options) -> Report:
+    try:
+        return check_invariance(
+            candidate.loss_fn,
+            _batch(candidate, options),
+            options.micro_batches,
+            options.dp_sizes,
+            options.seed,
+            token_budgets=candidate.token_budgets,
+            tolerance=options.tolerance,
+            strict=options.strict,
+            name=candidate.name,
+        )
+    except TrinityLossError as error:
+        raise ConfigError(f"{candidate.name}: {error}") from error
+    except Exception as error:
+        # What a loss raises on the whole mini-batch is nobody else's fault, and a traceback would hide it.
+        raise ConfigError(f"{candidate.name} cannot be run: {describe(error)}") from error
+
+
+def _verify_many(options: Options, config: DictConfig) -> list[Report]:
+    """A line per loss."""
+    batch = options.batch or make_mini_batch(_FEW_SEQUENCES, options.seed)
+    build = remembering()
+    reports = []
+    start = time.perf_counter()
+    for spec in options.losses:
+        for candidate in candidates(spec, config):
+            report = _verify_briefly(candidate, batch, options, build)
+            reports.append(report)
+            if not options.json:
+                names = ", ".join(("" if f.counts else "note: ") + f.name for f in report.findings)
+                verdict = "ok" if report.ok else "NOT INVARIANT"
+                print(f"{candidate.name:44} {verdict:14} {report.max_relative_error:8.1e}  {names}", flush=True)
+    if not options.json:
+        failed = sum(not report.ok for report in reports)
+        print(f"{len(reports)} losses, {failed} not invariant, {time.perf_counter() - start:.0f} s")
+    return reports
+
+
+def _verify_briefly(candidate: Candidate, batch: MiniBatch, options: Options, build: Builder) -> Report:
+    from trinity_loss.loss import TrinityPolicyLoss
+
+    strict = isinstance(candidate.loss_fn, TrinityPolicyLoss) if options.strict is None else options.strict
+    if candidate.group_size > 1:
+        batch = replace(batch, group_size=candidate.group_size)
+    try:
+        subject = Subject(candidate.loss_fn, batch, LAYOUTS, options.seed, build)
+        return check_subject(
+            subject,
+            _FEW_MICRO_BATCHES,
+            _FEW_RANKS,
+            tolerance=options.tolerance,
+            strict=strict,
+            name=candidate.name,
+        )
+    except Exception as error:
+        raise ConfigError(f"{candidate.name} cannot be run: {describe(error)}") from error
