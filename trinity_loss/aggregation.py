@@ -108,7 +108,7 @@ class AggregationMode:
 
     def token_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
         """Weight [N] of each token loss in the numerator, 0 where the mask is."""
-        indicator = tokens.mask.to(dtype)
+        indicator = tokens.indicator(dtype)
         weights = self.sequence_weights(tokens, dtype)
         return indicator if weights is None else indicator * tokens.per_token(weights)
 
@@ -116,13 +116,17 @@ class AggregationMode:
         """0-d: sum over the sequences of token losses [N], finite where uncounted; differentiable."""
         return (losses * self.token_weights(tokens, losses.dtype)).sum()
 
-    def linearize(self, losses: Tensor, tokens: ResponseTokens) -> Tensor:
-        """Derivative [N] of the numerator with respect to the token losses, at these losses."""
-        if type(self).numerator is AggregationMode.numerator:
-            return self.token_weights(tokens, losses.dtype)
+    @property
+    def is_linear(self) -> bool:
+        """Whether the numerator is the sum of token losses times :meth:`token_weights`."""
+        return type(self).numerator is AggregationMode.numerator
+
+    def linearize(self, losses: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
+        """The numerator at token losses [N], 0-d, and its derivative with respect to them [N]."""
         with torch.enable_grad():
             leaf = losses.detach().requires_grad_()
-            return torch.autograd.grad(self.numerator(leaf, tokens), leaf)[0]
+            numerator = self.numerator(leaf, tokens)
+            return numerator.detach(), torch.autograd.grad(numerator, leaf)[0]
 
     def _check_scale_factor(self, name: str) -> None:
         factor = self.loss_scale_factor
@@ -332,7 +336,9 @@ def aggregate_loss(
     if loss_mat.is_nested:
         if not loss_mask.is_nested or segment_ids is not None:
             raise FieldShapeError("loss_mat is jagged; loss_mask must be jagged too, segment_ids None")
-        (losses, _), (mask, offsets) = jagged_parts(loss_mat), jagged_parts(loss_mask)
+        # `values` keeps the graph of the losses.
+        losses = loss_mat.contiguous().values()
+        mask, offsets = jagged_parts(loss_mask)
         if losses.shape != mask.shape:
             raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {mask.numel()}")
         tokens = ResponseTokens.from_jagged(mask, offsets)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trinity_loss.aggregation import Totals
 from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
-from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.tokens import ResponseTokens, is_jagged, jagged_parts
 
 #: A TensorDict, or any mapping.
 MicroBatchData: TypeAlias = Mapping[str, Any]
@@ -80,29 +80,31 @@ def is_padding_row(uid: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A tensor of the model output: flat, with its graph, and where the response tokens stand in it.
+    """A tensor of the model output, and where the response tokens stand in it.
 
     Attributes:
-        values: [M], with the model's graph.
+        tensor: As the engine gave it, with its graph.
+        values: Flat [M], without a graph.
         index: int64 [N] into ``values``; None where the tokens are the values.
     """
 
+    tensor: Tensor
     values: Tensor
     index: Tensor | None
 
     def gather(self) -> Tensor:
         """The response tokens' values [N], without a graph, in float32 or better."""
-        values = self.values.detach()
-        if self.index is not None:
-            values = values.index_select(0, self.index)
+        values = self.values if self.index is None else self.values.index_select(0, self.index)
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def scatter(self, gradient: Tensor) -> Tensor:
-        """A gradient [N] of the response tokens as the gradient [M] of ``values``."""
+        """A gradient [N] of the response tokens as the gradient of ``tensor``."""
         gradient = gradient.to(self.values.dtype)
-        if self.index is None:
-            return gradient
-        return torch.zeros_like(self.values).scatter_(0, self.index, gradient)
+        if self.index is not None:
+            gradient = torch.zeros_like(self.values).scatter_(0, self.index, gradient)
+        if is_jagged(self.tensor):
+            return torch.nested.nested_tensor_from_jagged(gradient, offsets=jagged_parts(self.tensor)[1])
+        return gradient.reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +173,7 @@ class MicroBatch:
             )
         if not isinstance(value, Tensor):
             raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
-        if value.is_nested:
+        if is_jagged(value):
             values, offsets = jagged_parts(value)
             if self.shape is not None or values.shape != (self.tokens.size,):
                 raise FieldShapeError(
@@ -237,7 +239,7 @@ def read_micro_batch(
     entropy = model_output.get("entropy", None)
     faults: list[tuple[Tensor, str]] = []
     shape: torch.Size | None = None
-    if mask.is_nested:
+    if is_jagged(mask):
         tokens = ResponseTokens.from_jagged(*jagged_parts(mask))
         index = _nested_index(log_probs, data, tokens, faults)
     else:
@@ -250,7 +252,7 @@ def read_micro_batch(
         else:
             tokens = ResponseTokens.from_packed(mask, segment_ids)
         index = None
-        if log_probs.is_nested or log_probs.dim() == 1:
+        if is_jagged(log_probs) or log_probs.dim() == 1:
             if segment_ids is not None:
                 raise FieldShapeError("with segment_ids, log_probs must be dense [rows, T] like response_mask")
             index = _padded_index(log_probs, data, tokens, shape, faults)
@@ -261,7 +263,7 @@ def read_micro_batch(
             )
     if not count_padding_rows:
         tokens = _without_padding_rows(tokens, data)
-    source = Source(_flat_values(log_probs), index)
+    source = _make_source(log_probs, index)
     return MicroBatch(
         data=data,
         tokens=tokens,
@@ -273,22 +275,30 @@ def read_micro_batch(
     )
 
 
-def _flat_values(tensor: Tensor) -> Tensor:
-    return jagged_parts(tensor)[0] if tensor.is_nested else tensor.reshape(-1)
+def _make_source(tensor: Any, index: Tensor | None) -> Source:
+    if not is_jagged(tensor):
+        return Source(tensor, tensor.detach().reshape(-1), index)
+    if tensor.lengths() is not None:
+        tensor = tensor.contiguous()
+    values, _ = jagged_parts(tensor)
+    # An engine makes the jagged tensor as a view of flat values. Their graph is the view's; a gradient that
+    # enters there skips the backward of the view, which costs more than the rest of a small micro-batch.
+    inner = tensor._values
+    return Source(inner if inner.requires_grad else tensor, values, index)
 
 
 def _entropy_source(entropy: Tensor, log_probs: Source) -> Source:
-    values = _flat_values(entropy)
+    values = _make_source(entropy, None).values
     if values.shape != log_probs.values.shape:
         raise FieldShapeError(
             f"entropy holds {list(values.shape)} values; expected as many as log_probs, {list(log_probs.values.shape)}"
         )
-    return Source(values, log_probs.index)
+    return _make_source(entropy, log_probs.index)
 
 
 def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, str]]) -> Tensor:
     """Where each sequence (prompt + response) ends in the flat model output, int64 [S]."""
-    if not log_probs.is_nested:
+    if not is_jagged(log_probs):
         return total_lengths.cumsum(0)
     _, offsets = jagged_parts(log_probs)
     if offsets.numel() != total_lengths.numel() + 1:
@@ -308,9 +318,9 @@ def _nested_index(
     log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: list[tuple[Tensor, str]]
 ) -> Tensor:
     prompts = get_value(data, "prompts")
-    if not isinstance(prompts, Tensor) or not prompts.is_nested:
+    if not isinstance(prompts, Tensor) or not is_jagged(prompts):
         raise MissingFieldError("response_mask is jagged, so a jagged 'prompts' is needed to place the responses")
-    if not log_probs.is_nested and log_probs.dim() != 1:
+    if not is_jagged(log_probs) and log_probs.dim() != 1:
         raise FieldShapeError(
             f"response_mask is jagged but log_probs has shape {list(log_probs.shape)}; expected a jagged tensor "
             "over prompt + response, or its values [tokens]"

@@ -34,13 +34,12 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 
 def _k3(difference: Tensor) -> ValueAndDerivative:
     # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
-    negative = (-difference).clamp(-_INPUT_LIMIT, _INPUT_LIMIT)
+    negative = (-difference).clamp_(-_INPUT_LIMIT, _INPUT_LIMIT)
     growth = torch.expm1(negative)
     unclamped = growth - negative
     value = unclamped.clamp(max=_OUTPUT_LIMIT)
-    inside = torch.le(unclamped, _OUTPUT_LIMIT, out=torch.empty_like(value))
-    if_not_clamped = torch.le(difference.abs(), _INPUT_LIMIT, out=torch.empty_like(value))
-    return value, -growth * inside * if_not_clamped
+    moves = unclamped.le_(_OUTPUT_LIMIT).mul_(difference.abs().le_(_INPUT_LIMIT))
+    return value, growth.neg_().mul_(moves)
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

@@ -75,9 +75,8 @@ class TrinityPolicyLoss:
         Raises:
             BatchError: The micro-batch does not fit the configuration, see :mod:`trinity_loss.errors`.
         """
-        # Outside no_grad: the flat view of the model output must keep its graph.
-        batch = read_micro_batch(model_output, data, count_padding_rows=self.config.count_padding_rows)
         with torch.no_grad():
+            batch = read_micro_batch(model_output, data, count_padding_rows=self.config.count_padding_rows)
             if any(mode.needs_prompt_groups for mode in self._modes.values()):
                 batch = replace(batch, tokens=self._with_prompt_groups(batch))
             metrics = MetricSet()
@@ -91,7 +90,7 @@ class TrinityPolicyLoss:
         self._check_counts(metrics, numbers, batch, dp_group)
         if torch.is_grad_enabled():
             sources = list(gradients)
-            loss = WithGradient.apply(loss, sources, list(gradients.values()), *(s.values for s in sources))
+            loss = WithGradient.apply(loss, sources, list(gradients.values()), *(s.tensor for s in sources))
         return loss, self._report(metrics, numbers, batch)
 
     def _terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
@@ -100,9 +99,8 @@ class TrinityPolicyLoss:
         if batch.entropy is not None:
             entropy = tokens.select(batch.entropy.gather())
             metrics.checks["entropy"] = entropy.sum()
-            slope = torch.ones_like(entropy)
             mode = self._modes["entropy"]
-            terms.append(Term("actor/entropy_loss", -config.entropy_coeff, mode, tokens, entropy, batch.entropy, slope))
+            terms.append(Term("actor/entropy_loss", -config.entropy_coeff, mode, tokens, entropy, batch.entropy, 1.0))
         elif config.entropy_coeff != 0:
             raise MissingFieldError(
                 f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
@@ -153,11 +151,11 @@ class TrinityPolicyLoss:
                 # How many tokens of the mini-batch stay is known when all of it is computed.
                 metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
             else:
-                metrics.add_ratio(name, Ratio((values.detach() * weights).sum(), count), total)
+                metrics.add_ratio(name, Ratio(tokens.weighted_sum(values.detach(), weights), count), total)
         for name, values in result.maxima.items():
-            metrics.add_extreme(name, "max", values.detach(), tokens.mask)
+            metrics.add_extreme(name, "max", tokens.maximum(values.detach()))
         for name, values in result.minima.items():
-            metrics.add_extreme(name, "min", values.detach(), tokens.mask)
+            metrics.add_extreme(name, "min", tokens.minimum(values.detach()))
         if result.add_metrics is not None:
             result.add_metrics(metrics)
 
@@ -195,20 +193,30 @@ class TrinityPolicyLoss:
         return values
 
     def _combine(self, batch: MicroBatch, terms: list[Term], metrics: MetricSet) -> tuple[Tensor, dict[Source, Tensor]]:
+        """The loss, 0-d without a graph, and its gradient [N] by each tensor of the model output."""
         loss = torch.zeros((), dtype=torch.float64, device=batch.log_prob.device)
+        token_weights: dict[tuple[AggregationMode, ResponseTokens], Tensor] = {}
         gradients: dict[Source, Tensor] = {}
         for term in terms:
-            weights = term.mode.linearize(term.values, term.tokens)
-            numerator = term.mode.numerator(term.values, term.tokens)
-            count = term.mode.local_count(term.tokens)
-            scale = self._scale(term.mode, count, batch.totals)
-            metrics.add_ratio(term.name, Ratio(numerator, count), self._total(term.mode, batch.totals))
+            mode, tokens = term.mode, term.tokens
+            if mode.is_linear:
+                # Terms that share mode and tokens share their weights.
+                if (mode, tokens) not in token_weights:
+                    token_weights[mode, tokens] = mode.token_weights(tokens, batch.dtype)
+                weights = token_weights[mode, tokens]
+                numerator = tokens.weighted_sum(term.values, weights)
+            else:
+                numerator, weights = mode.linearize(term.values, tokens)
+            count = mode.local_count(tokens)
+            scale = self._scale(mode, count, batch.totals)
+            metrics.add_ratio(term.name, Ratio(numerator, count), self._total(mode, batch.totals))
             if term.coefficient == 0:
                 continue
             factor = term.coefficient * scale
             loss = loss + factor * numerator
-            gradient = factor * term.pull_back(weights)
-            gradients[term.source] = gradients[term.source] + gradient if term.source in gradients else gradient
+            gradient = term.pull_back(weights, factor)
+            known = gradients.get(term.source)
+            gradients[term.source] = gradient if known is None else known.add_(gradient)
         return loss.to(batch.dtype), gradients
 
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:

@@ -90,6 +90,15 @@ def check_metric_name(name: str, kind: Kind) -> None:
         )
 
 
+def extreme_of(values: Tensor, counted: Tensor, kind: Literal["max", "min"]) -> Tensor:
+    """The largest or smallest of values [n] where ``counted`` bool [n], 0-d; ∓inf if of nothing."""
+    nothing = -math.inf if kind == "max" else math.inf
+    if values.numel() == 0:
+        return torch.full((), nothing, dtype=values.dtype, device=values.device)
+    candidates = torch.where(counted, values, nothing)
+    return candidates.amax() if kind == "max" else candidates.amin()
+
+
 @dataclass(frozen=True)
 class Entry:
     """One metric of a micro-batch on the device.
@@ -122,15 +131,9 @@ class MetricSet:
         check_metric_name(name, "ratio")
         self.entries[name] = Entry("ratio", ratio.numerator, ratio.denominator, total)
 
-    def add_extreme(self, name: str, kind: Literal["max", "min"], values: Tensor, counted: Tensor) -> None:
-        """The largest or smallest of values [n] where ``counted`` bool [n]."""
+    def add_extreme(self, name: str, kind: Literal["max", "min"], extreme: Tensor) -> None:
+        """The largest or smallest of something, 0-d; ±inf, or a number near the type's limit, if of nothing."""
         check_metric_name(name, kind)
-        nothing = -math.inf if kind == "max" else math.inf
-        if values.numel() == 0:
-            extreme = torch.full((), nothing, dtype=values.dtype, device=values.device)
-        else:
-            candidates = torch.where(counted, values, nothing)
-            extreme = candidates.amax() if kind == "max" else candidates.amin()
         self.entries[name] = Entry(kind, extreme)
 
     def add_moments(self, values: Tensor, weights: Tensor, statistics: Mapping[str, str]) -> None:
@@ -166,8 +169,15 @@ class MetricSet:
         everything = scalars | self.checks
         if not everything:
             return {}, {}
-        numbers = torch.stack([scalar.detach().to(torch.float64) for scalar in everything.values()]).tolist()
-        values = dict(zip(everything, numbers, strict=True))
+        by_type: dict[torch.dtype, list[str]] = {}
+        for name, scalar in everything.items():
+            by_type.setdefault(scalar.dtype, []).append(name)
+        stacks = [torch.stack([everything[name].detach() for name in names]) for names in by_type.values()]
+        numbers = torch.cat([stack.to(torch.float64) for stack in stacks]).tolist()
+        values = dict(zip([name for names in by_type.values() for name in names], numbers, strict=True))
+        for name, entry in self.entries.items():
+            if entry.kind != "ratio" and abs(values[name]) >= torch.finfo(entry.value.dtype).max / 4:
+                values[name] = -math.inf if entry.kind == "max" else math.inf
         return {name: values[name] for name in scalars}, {name: values[name] for name in self.checks}
 
     def local(self, numbers: dict[str, float]) -> dict[str, float]:

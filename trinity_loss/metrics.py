@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
-from trinity_loss.metric_set import MetricSet
+from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 LEVELS = ("token", "sequence", "geometric")
@@ -96,13 +96,17 @@ def add_weight_metrics(
         applied.clamp(0, upper), weights, {f"{name}_std": "std", f"{name}_eff_sample_size": "effective_sample_size"}
     )
     if level == "token":
-        metrics.add_extreme(f"{name}_max", "max", applied, tokens.mask)
-        metrics.add_extreme(f"{name}_min", "min", applied, tokens.mask)
+        metrics.add_extreme(f"{name}_max", "max", tokens.maximum(applied))
+        metrics.add_extreme(f"{name}_min", "min", tokens.minimum(applied))
         high, low, where = raw > upper, raw < lower, weights
     else:
         of_sequence = log_ratio.of_sequence(level)
-        metrics.add_extreme(f"{name}_max", "max", of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty)
-        metrics.add_extreme(f"{name}_min", "min", of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty)
+        metrics.add_extreme(
+            f"{name}_max", "max", extreme_of(of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty, "max")
+        )
+        metrics.add_extreme(
+            f"{name}_min", "min", extreme_of(of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty, "min")
+        )
         high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), nonempty
     metrics.add_moments(high.to(raw.dtype), where, {f"{name}_ratio_fraction_high": "mean"})
     metrics.add_moments(low.to(raw.dtype), where, {f"{name}_ratio_fraction_low": "mean"})
@@ -110,9 +114,9 @@ def add_weight_metrics(
     per_sequence = tokens.mean_per_sequence(applied)
     raw_per_sequence = tokens.mean_per_sequence(raw)
     metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
-    metrics.add_extreme(f"{name}_seq_max", "max", per_sequence, nonempty)
-    metrics.add_extreme(f"{name}_seq_min", "min", per_sequence, nonempty)
-    metrics.add_extreme(f"{name}_seq_max_deviation", "max", (per_sequence - 1).abs(), nonempty)
+    metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
+    metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
+    metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of((per_sequence - 1).abs(), nonempty, "max"))
     above, below = raw_per_sequence > upper, raw_per_sequence < lower
     metrics.add_moments(above.to(raw.dtype), nonempty, {f"{name}_seq_fraction_high": "mean"})
     metrics.add_moments(below.to(raw.dtype), nonempty, {f"{name}_seq_fraction_low": "mean"})
@@ -155,8 +159,8 @@ def add_offpolicy_metrics(
         metrics.add_moments(values, nonempty, {prefix + name: "mean"})
     for name, values in per_token.items():
         metrics.add_moments(values, weights, {prefix + name: "mean"})
-    metrics.add_extreme(prefix + "log_ppl_diff_max", "max", difference, nonempty)
-    metrics.add_extreme(prefix + "log_ppl_diff_min", "min", difference, nonempty)
+    metrics.add_extreme(prefix + "log_ppl_diff_max", "max", extreme_of(difference, nonempty, "max"))
+    metrics.add_extreme(prefix + "log_ppl_diff_min", "min", extreme_of(difference, nonempty, "min"))
 
 
 def importance_sampling_metrics(

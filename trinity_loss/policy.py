@@ -43,7 +43,8 @@ def _at_most(left: Tensor, right: Tensor | float) -> Tensor:
 def _log_ratio(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The clamped log-ratio, and its derivative with respect to the log-prob: 1.0 where it is not clamped."""
     unlimited = inputs.log_prob - inputs.old_log_prob
-    return unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT), _at_most(unlimited.abs(), _LOG_RATIO_LIMIT)
+    log_ratio = unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    return log_ratio, unlimited.abs_().le_(_LOG_RATIO_LIMIT)
 
 
 def _metrics(
@@ -63,19 +64,21 @@ def _metrics(
 @register_policy_loss("ppo", "vanilla", analytic=True)
 def ppo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """Clipped policy gradient with dual clip: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1912.09729."""
-    advantages = inputs.advantages
     log_ratio, moves = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    cost = -inputs.advantages
+    plain = cost * ratio
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high).mul_(cost)
     larger = torch.maximum(plain, clipped)
     # Dual clip: where the advantage is negative the loss is at most c·|A|. Where it is positive the loss is
     # negative, so the same bound never binds and needs no branch.
-    bound = clip_ratio_c * advantages.abs()
-    is_clipped = _above(clipped, plain)
+    bound = cost.abs_().mul_(clip_ratio_c)
+    is_clipped = clipped.gt_(plain)
     is_bounded = _above(larger, bound)
-    derivative = plain * moves * (1 - is_clipped) * (1 - is_bounded)
-    return TokenLoss(torch.minimum(larger, bound), derivative, **_metrics(ratio, log_ratio, is_clipped, is_bounded))
+    # A token is never both: the bound binds above c, where for a negative advantage nothing is clipped.
+    derivative = (1 - is_clipped).sub_(is_bounded).mul_(moves).mul_(plain)
+    values = torch.minimum(larger, bound, out=larger)
+    return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, is_clipped, is_bounded))
 
 
 @register_policy_loss("gspo", analytic=True)

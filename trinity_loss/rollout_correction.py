@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.metric_set import MetricSet
+from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.policy import ppo
 from trinity_loss.registry import PolicyInputs, Rule, TokenLoss, one_of, register_policy_loss
@@ -234,14 +234,14 @@ def _add_rejection_metrics(
     floor = 0.0 if rejection.low == -math.inf else rejection.low
     metrics.add_moments(per_token, log_ratio.token_weights, {f"{name}_mean": "mean"})
     metrics.add_moments(per_token.clamp(floor, rejection.high), log_ratio.token_weights, {f"{name}_std": "std"})
-    metrics.add_extreme(f"{name}_max", "max", statistic, where > 0)
-    metrics.add_extreme(f"{name}_min", "min", statistic, where > 0)
+    metrics.add_extreme(f"{name}_max", "max", extreme_of(statistic, where > 0, "max"))
+    metrics.add_extreme(f"{name}_min", "min", extreme_of(statistic, where > 0, "min"))
     metrics.add_moments(high, where, {f"{name}_fraction_high": "mean"})
     metrics.add_moments(low, where, {f"{name}_fraction_low": "mean"})
     metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
-    metrics.add_extreme(f"{name}_seq_max", "max", per_sequence, nonempty)
-    metrics.add_extreme(f"{name}_seq_min", "min", per_sequence, nonempty)
-    metrics.add_extreme(f"{name}_seq_max_deviation", "max", per_sequence.abs(), nonempty)
+    metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
+    metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
+    metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of(per_sequence.abs(), nonempty, "max"))
     _add_masked_fractions(metrics, log_ratio, keeps if of_tokens else tokens.per_token(keeps), name)
 
 

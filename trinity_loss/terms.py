@@ -24,7 +24,8 @@ class Term:
         tokens: Which tokens it counts.
         values: [N], finite.
         source: What it is differentiated by: log-probs or entropies.
-        derivative: Derivative of each value with respect to its own token [N]; None: ``leaf`` and ``graph``.
+        derivative: Derivative of each value with respect to its own token [N], or one number for all; None:
+            ask ``leaf`` and ``graph``.
         leaf: Leaf of the graph behind ``graph``.
         graph: The values with their graph.
     """
@@ -35,35 +36,39 @@ class Term:
     tokens: ResponseTokens
     values: Tensor
     source: Source
-    derivative: Tensor | None
+    derivative: Tensor | float | None
     leaf: Tensor | None = None
     graph: Tensor | None = None
 
-    def pull_back(self, weights: Tensor) -> Tensor:
-        """Gradient [N] with respect to the source of the values weighted by ``weights`` [N]."""
+    def pull_back(self, weights: Tensor, factor: Tensor | float) -> Tensor:
+        """New tensor [N]: gradient by the source of ``factor`` × the values weighted by ``weights`` [N]."""
+        if isinstance(self.derivative, Tensor):
+            return (weights * self.derivative).mul_(factor)
         if self.derivative is not None:
-            return weights * self.derivative
+            return weights * (self.derivative * factor)
         assert self.graph is not None
         assert self.leaf is not None
-        if not self.graph.requires_grad:
-            return torch.zeros_like(weights)
-        (gradient,) = torch.autograd.grad(self.graph, self.leaf, weights, allow_unused=True)
-        return torch.zeros_like(weights) if gradient is None else gradient
+        gradient = None
+        if self.graph.requires_grad:
+            (gradient,) = torch.autograd.grad(self.graph, self.leaf, weights, allow_unused=True)
+        return torch.zeros_like(self.leaf) if gradient is None else gradient * factor
 
 
 class WithGradient(torch.autograd.Function):
-    """A loss whose gradients are known already: backward only puts them in their places."""
+    """A loss whose gradients are known already: backward only puts them in their places.
+
+    It hangs on the engine's tensors themselves, jagged ones too: going through their flat values would
+    add a detour to the graph that costs more than all the rest of a small micro-batch.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, sources: list[Source], gradients: list[Tensor], *values: Tensor) -> Tensor:
-        ctx.sources, ctx.count = sources, len(values)
+    def forward(ctx: Any, loss: Tensor, sources: list[Source], gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.sources = sources
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scattered = (
-            source.scatter(upstream * gradient) for source, gradient in zip(ctx.sources, ctx.saved_tensors, strict=True)
-        )
-        return None, None, None, *scattered
+        gradients = zip(ctx.sources, ctx.saved_tensors, strict=True)
+        return None, None, None, *(source.scatter(upstream * gradient) for source, gradient in gradients)

@@ -17,12 +17,20 @@ from torch import Tensor
 from trinity_loss.errors import FieldShapeError, NonFiniteError
 
 
+def is_jagged(tensor: Any) -> bool:
+    """Whether a tensor is a jagged nested tensor. ``tensor.is_nested`` says it too, at 8 µs a call."""
+    return hasattr(tensor, "_offsets")
+
+
 def jagged_parts(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Values [N, …] and offsets int64 [S + 1] of a jagged nested tensor, without gaps between sequences."""
+    """Values [N, …] and offsets int64 [S + 1] of a jagged nested tensor, without its graph.
+
+    The values have no gaps between sequences, which the storage of a narrowed tensor has.
+    """
     if tensor.lengths() is not None:
-        # A narrowed view: its values are the whole storage, gaps included.
         tensor = tensor.contiguous()
-    return tensor.values(), tensor.offsets()
+    # `values()` is dispatched in Python, 30 µs a call; the attribute behind it is the same tensor.
+    return tensor._values.detach(), tensor.offsets()
 
 
 def group_labels(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,8 +272,56 @@ class ResponseTokens:
         if values.requires_grad or bits_type is None:
             return torch.where(self.mask, values, 0)
         # All bits or none: the same as `where`, at a fifth of its cost on a CPU.
-        return (values.view(bits_type) & -self.mask.to(bits_type)).view(values.dtype)
+        if bits_type not in self._converted:
+            self._converted[bits_type] = -self.mask.to(bits_type)
+        return (values.view(bits_type) & self._converted[bits_type]).view(values.dtype)
 
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
-        return self.mask.to(dtype)
+        if dtype not in self._converted:
+            self._converted[dtype] = self.mask.to(dtype)
+        return self._converted[dtype]
+
+    @cached_property
+    def _converted(self) -> dict[torch.dtype, Tensor]:
+        """The mask in other types, made once: 0 and 1 as floats, no bits and all bits as integers."""
+        return {}
+
+    def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Σ values × weights, both [n] or 0-d, without a graph, 0-d. One buffer serves all such sums."""
+        shape = torch.broadcast_shapes(values.shape, weights.shape)
+        return torch.mul(values, weights, out=self._scratch(shape, values.dtype)).sum()
+
+    def _scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if (shape, dtype) not in self._buffers:
+            self._buffers[shape, dtype] = torch.empty(shape, dtype=dtype, device=self.mask.device)
+        return self._buffers[shape, dtype]
+
+    @cached_property
+    def _buffers(self) -> dict[tuple[torch.Size, torch.dtype], Tensor]:
+        return {}
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Largest of finite values [N] at a counted token, 0-d; near the type's lowest number if there is none."""
+        if self.size == 0:
+            return torch.full((), torch.finfo(values.dtype).min, dtype=values.dtype, device=values.device)
+        # Finite numbers far below the others where nothing counts: cheaper than `where`.
+        far = self._far_below(values.dtype)
+        return torch.add(values, far, out=self._scratch(values.shape, values.dtype)).amax()
+
+    def minimum(self, values: Tensor) -> Tensor:
+        """Smallest of finite values [N] at a counted token, 0-d; near the type's largest number if there is none."""
+        if self.size == 0:
+            return torch.full((), torch.finfo(values.dtype).max, dtype=values.dtype, device=values.device)
+        far = self._far_below(values.dtype)
+        return torch.sub(values, far, out=self._scratch(values.shape, values.dtype)).amin()
+
+    def _far_below(self, dtype: torch.dtype) -> Tensor:
+        """0 at counted tokens, half the type's lowest number at the others [N]."""
+        if dtype not in self._offsets_of_extremes:
+            self._offsets_of_extremes[dtype] = (self.indicator(dtype) - 1) * (torch.finfo(dtype).max / 2)
+        return self._offsets_of_extremes[dtype]
+
+    @cached_property
+    def _offsets_of_extremes(self) -> dict[torch.dtype, Tensor]:
+        return {}
