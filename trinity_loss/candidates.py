@@ -42,8 +42,12 @@ class Candidate:
     group_size: int = 1
 
 
-def candidates(spec: str, config: DictConfig) -> Iterator[Candidate]:
-    """The losses that a name stands for.
+#: Makes a candidate; making one takes a while, since verl checks the whole configuration.
+Maker = Callable[[], Candidate]
+
+
+def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
+    """The losses that a name stands for, each to be made when it is wanted.
 
     Args:
         spec: ``ours``, ``verl`` or ``trinity`` (the loss that the configuration names), each with ``:NAME`` for
@@ -53,7 +57,7 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Candidate]:
         config: A composed verl configuration.
 
     Raises:
-        ConfigError: There is no such loss, or the configuration does not make one.
+        ConfigError: There is no such loss; when one is made, that the configuration does not make one.
     """
     family, _, name = spec.partition(":")
     if family in _FAMILIES and name == "all":
@@ -61,20 +65,21 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Candidate]:
             for mode in _MODES[family]:
                 yield from _of_every_mode(family, loss_mode, mode, config)
     elif family in _FAMILIES:
-        yield _FAMILIES[family](name or None, config, {})
+        yield partial(_FAMILIES[family], name or None, config, {})
     elif name:
-        yield _from_module(spec, config)
+        yield partial(_from_module, spec, config)
     else:
         raise ConfigError(f"--loss is {spec!r}; expected ours, verl:NAME, trinity:NAME or package.module:name")
 
 
-def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Candidate]:
-    scale: dict[str, Any] = {"loss_scale_factor": None}
+def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Maker]:
+    scales: list[float | None] = [None]
     if family != "trinity" and has_scale_factor(mode):
-        scale["loss_scale_factor"] = config.actor_rollout_ref.actor.loss_scale_factor or _SCALE_FACTOR
-        if family == "verl":
-            yield _FAMILIES[family](loss_mode, config, {"loss_agg_mode": mode, "loss_scale_factor": None})
-    yield _FAMILIES[family](loss_mode, config, {"loss_agg_mode": mode, **scale})
+        # verl alone does without a divisor, and then takes the padded width.
+        scales = [None] if family == "verl" else []
+        scales.append(config.actor_rollout_ref.actor.loss_scale_factor or _SCALE_FACTOR)
+    for scale in scales:
+        yield partial(_FAMILIES[family], loss_mode, config, {"loss_agg_mode": mode, "loss_scale_factor": scale})
 
 
 def _policy_loss(config: DictConfig, loss_mode: str | None) -> dict[str, Any]:

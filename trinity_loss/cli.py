@@ -120,8 +120,8 @@ def _run_verify(arguments: argparse.Namespace) -> bool:
 
     config = compose(arguments.config_dir, arguments.config_name, arguments.overrides)
     losses = tuple(arguments.loss or ["ours"])
-    if arguments.engine is not None:
-        raise ConfigError("--engine is not there yet")
+    if arguments.engine is not None and arguments.batch is not None:
+        raise ConfigError("--engine makes its own mini-batch: a recorded one has no tokens for a model to read")
     batch = None
     if arguments.batch is not None:
         from trinity_loss.recording import load_recording
@@ -133,10 +133,11 @@ def _run_verify(arguments: argparse.Namespace) -> bool:
         micro_batches=arguments.micro_batches,
         dp_sizes=arguments.ranks,
         seed=arguments.seed,
-        tolerance=1e-6 if arguments.tolerance is None else arguments.tolerance,
+        tolerance=arguments.tolerance,
         strict=arguments.strict,
         json=arguments.json,
         plot=arguments.plot,
+        engine=arguments.engine,
     )
     return verify(options, config)
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from trinity_loss.candidates import Candidate, candidates
+import torch
+
+from trinity_loss.candidates import Candidate, Maker, candidates
 from trinity_loss.errors import ConfigError, TrinityLossError
-from trinity_loss.invariance.check import LAYOUTS, check_invariance, check_subject
+from trinity_loss.invariance.check import LAYOUTS, TOLERANCE, check_invariance, check_subject
 from trinity_loss.invariance.draw import make_mini_batch
 from trinity_loss.invariance.engine import Builder
 from trinity_loss.invariance.layouts import remembering
 from trinity_loss.invariance.measure import Subject, describe
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.report import Report
+from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.tables import print_table
+from trinity_loss.verl.harness.cases import EngineName
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,10 +43,11 @@ class Options:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     dp_sizes: tuple[int, ...] = (1, 2, 4)
     seed: int = 0
-    tolerance: float = 1e-6
+    tolerance: float | None = None
     strict: bool | None = None
     json: bool = False
     plot: str | None = None
+    engine: EngineName | None = None
 
 
 def verify(options: Options, config: DictConfig) -> bool:
@@ -50,17 +59,22 @@ def verify(options: Options, config: DictConfig) -> bool:
     Raises:
         ConfigError: A name, a configuration or a mini-batch does not make a loss that can be run.
     """
-    if len(options.losses) == 1 and not options.losses[0].endswith(":all"):
-        reports = [_verify(candidate, options) for candidate in candidates(options.losses[0], config)]
+    if options.engine is not None:
+        reports = [
+            _verify_in_engine(make(), options, options.engine) for s in options.losses for make in candidates(s, config)
+        ]
+    elif len(options.losses) == 1 and not options.losses[0].endswith(":all"):
+        reports = [_verify(make(), options) for make in candidates(options.losses[0], config)]
     else:
         reports = _verify_many(options, config)
     if options.json:
         plain = [report.to_dict() for report in reports]
         json.dump(plain[0] if len(plain) == 1 else plain, sys.stdout, indent=2)
         print()
-    elif len(reports) == 1:
-        print_table(*reports[0].table())
-        print("\n".join(reports[0].summary()))
+    elif len(reports) == 1 or options.engine is not None:
+        for report in reports:
+            print_table(*report.table())
+            print("\n".join(report.summary()))
     if options.plot is not None:
         from trinity_loss.invariance.figure import draw
 
@@ -86,7 +100,7 @@ def _verify(candidate: Candidate, options: Options) -> Report:
             options.dp_sizes,
             options.seed,
             token_budgets=candidate.token_budgets,
-            tolerance=options.tolerance,
+            tolerance=options.tolerance or TOLERANCE,
             strict=options.strict,
             name=candidate.name,
         )
@@ -97,39 +111,65 @@ def _verify(candidate: Candidate, options: Options) -> Report:
         raise ConfigError(f"{candidate.name} cannot be run: {describe(error)}") from error
 
 
+def _verify_in_engine(candidate: Candidate, options: Options, engine: EngineName) -> Report:
+    from trinity_loss import engine_check
+
+    tolerance = options.tolerance or engine_check.TOLERANCE
+    return engine_check.check_in_engine(candidate, engine, tolerance=tolerance, strict=options.strict)
+
+
 def _verify_many(options: Options, config: DictConfig) -> list[Report]:
-    """A line per loss."""
-    batch = options.batch or make_mini_batch(_FEW_SEQUENCES, options.seed)
-    build = remembering()
-    reports = []
+    """A line per loss, on two cores where there are two."""
+    makers = [make for spec in options.losses for make in candidates(spec, config)]
     start = time.perf_counter()
-    for spec in options.losses:
-        for candidate in candidates(spec, config):
-            report = _verify_briefly(candidate, batch, options, build)
-            reports.append(report)
-            if not options.json:
-                names = ", ".join(("" if f.counts else "note: ") + f.name for f in report.findings)
-                verdict = "ok" if report.ok else "NOT INVARIANT"
-                print(f"{candidate.name:44} {verdict:14} {report.max_relative_error:8.1e}  {names}", flush=True)
+    reports = []
+    for report in _in_two_processes(partial(_verify_briefly, options, makers, remembering()), len(makers)):
+        reports.append(report)
+        if not options.json:
+            names = ", ".join(("" if f.counts else "note: ") + f.name for f in report.findings)
+            verdict = "ok" if report.ok else "NOT INVARIANT"
+            print(f"{report.loss_name:44} {verdict:14} {report.max_relative_error:8.1e}  {names}", flush=True)
     if not options.json:
         failed = sum(not report.ok for report in reports)
         print(f"{len(reports)} losses, {failed} not invariant, {time.perf_counter() - start:.0f} s")
     return reports
 
 
-def _verify_briefly(candidate: Candidate, batch: MiniBatch, options: Options, build: Builder) -> Report:
-    from trinity_loss.loss import TrinityPolicyLoss
+def _in_two_processes(work: Callable[[int], Report], count: int) -> Iterator[Report]:
+    """``work(0)``, ``work(1)``, …, in order. Forks, so that the child has verl imported already."""
+    if count < 4 or (os.cpu_count() or 1) < 2 or not hasattr(os, "fork"):
+        yield from map(work, range(count))
+        return
+    global _work
+    _work = work
+    try:
+        with multiprocessing.get_context("fork").Pool(2, torch.set_num_threads, (1,)) as pool:
+            yield from pool.imap(_call_work, range(count))
+    finally:
+        _work = None
 
+
+_work: Callable[[int], Report] | None = None
+
+
+def _call_work(number: int) -> Report:
+    assert _work is not None
+    return _work(number)
+
+
+def _verify_briefly(options: Options, makers: Sequence[Maker], build: Builder, number: int) -> Report:
+    candidate = makers[number]()
     strict = isinstance(candidate.loss_fn, TrinityPolicyLoss) if options.strict is None else options.strict
+    batch = options.batch or make_mini_batch(_FEW_SEQUENCES, options.seed)
     if candidate.group_size > 1:
         batch = replace(batch, group_size=candidate.group_size)
     try:
-        subject = Subject(candidate.loss_fn, batch, LAYOUTS, options.seed, build)
+        subject = Subject(candidate.loss_fn, batch.to(torch.float64), LAYOUTS, options.seed, build)
         return check_subject(
             subject,
             _FEW_MICRO_BATCHES,
             _FEW_RANKS,
-            tolerance=options.tolerance,
+            tolerance=options.tolerance or TOLERANCE,
             strict=strict,
             name=candidate.name,
         )

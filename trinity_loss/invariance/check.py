@@ -19,6 +19,8 @@ from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
 from trinity_loss.loss import TrinityPolicyLoss
 
+#: Largest relative deviation that is taken for rounding, in float64.
+TOLERANCE = 1e-6
 LAYOUTS: tuple[Layout, ...] = ("nested", "padded", "packed")
 
 
@@ -31,7 +33,7 @@ def check_invariance(
     *,
     layouts: Sequence[Layout] = LAYOUTS,
     token_budgets: Sequence[int] = (),
-    tolerance: float = 1e-6,
+    tolerance: float = TOLERANCE,
     strict: bool | None = None,
     name: str | None = None,
 ) -> Report:
@@ -95,7 +97,7 @@ def check_subject(
     dp_sizes: Sequence[int],
     *,
     token_budgets: Sequence[int] = (),
-    tolerance: float = 1e-6,
+    tolerance: float = TOLERANCE,
     strict: bool = False,
     name: str = "",
 ) -> Report:
@@ -188,13 +190,14 @@ def _findings(subject: Subject, rows: Sequence[Row], tolerance: float, strict: b
     if any(row.error > tolerance for row in rows):
         findings += explain(subject, rows, tolerance)
     masked = masked_values(subject, tolerance)
-    for finding in (masked, _metric_finding(rows, tolerance)):
+    for finding in (masked, metric_finding(rows, tolerance)):
         if finding is not None:
             findings.append(Finding(finding.name, finding.text, counts=strict))
     return findings
 
 
-def _metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
+def metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
+    """The metric that is furthest from that of the whole, and the names of the others that are off."""
     worst: dict[str, tuple[Row, Value]] = {}
     for row in rows:
         for key, value in row.metrics.items():

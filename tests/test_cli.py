@@ -1,0 +1,219 @@
+"""The command line: losses by name, bound to a verl configuration; exit codes; what is printed."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from trinity_loss.cli import main
+from trinity_loss.errors import ConfigError
+from trinity_loss.invariance import check_invariance, make_mini_batch
+
+ACTOR = "actor_rollout_ref.actor"
+FEW = ["--micro-batches", "1,3", "--ranks", "1,2"]
+
+
+@pytest.fixture(scope="module")
+def small_batch(tmp_path_factory):
+    """A file with a recorded mini-batch, which makes a call quick."""
+    path = tmp_path_factory.mktemp("batch") / "batch.pt"
+    torch.save(make_mini_batch(14).to_dict(), path)
+    return str(path)
+
+
+@pytest.fixture
+def call(capsys):
+    """Calls the command; returns the exit code, stdout and stderr."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        printed = capsys.readouterr()
+        return left.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("loss", "overrides", "code", "says"),
+    [
+        ("verl:vanilla", [], 0, "those of the whole mini-batch"),
+        ("verl:geo_mean", [], 1, "averages over its own micro-batch's sequences"),
+        ("verl:kl_cov", [], 1, "selection inside the micro-batch"),
+        ("verl:clip_cov", [], 1, "selection inside the micro-batch"),
+        (
+            "verl:vanilla",
+            [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=null"],
+            1,
+            "padded width as the norm",
+        ),
+        (
+            "verl",
+            [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+            0,
+            "KL off",
+        ),
+        ("ours", [], 0, "ours:vanilla token-mean: ok"),
+        ("ours:gspo", [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], 0, "ours:gspo seq-mean-token-mean: ok"),
+        ("ours:dpo", [], 0, "ours:dpo"),
+        ("trinity:ppo", [], 1, "local mean"),
+    ],
+)
+def test_verify(call, small_batch, loss, overrides, code, says):
+    got, out, err = call("verify", "--loss", loss, "--batch", small_batch, *FEW, *overrides)
+    assert (got, err) == (code, "")
+    assert says in out
+
+
+def test_metrics_count_if_asked(call, small_batch):
+    arguments = ("verify", "--loss", "verl:vanilla", "--batch", small_batch, *FEW)
+    code, out, _ = call(*arguments)
+    assert code == 0
+    assert "note: metric depends on the cut" in out
+    for flag in ("--strict", "--metrics"):
+        code, out, _ = call(*arguments, flag)
+        assert code == 1
+        assert "fault: metric depends on the cut" in out
+
+
+def test_json_and_plot(call, small_batch, tmp_path):
+    figure = tmp_path / "figure.svg"
+    code, out, _ = call(
+        "verify", "--loss", "verl:geo_mean", "--batch", small_batch, *FEW, "--json", "--plot", str(figure)
+    )
+    plain = json.loads(out)
+    assert code == 1
+    assert plain["ok"] is False
+    assert plain["findings"][0]["name"] == "local mean"
+    assert "<svg" in figure.read_text()
+
+
+def test_a_configuration_of_ones_own(call, small_batch, tmp_path):
+    """Modes, coefficients and the token budget are read from it; overrides come on top."""
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - ppo_trainer\n  - _self_\n"
+        "actor_rollout_ref:\n  actor:\n    loss_agg_mode: seq-mean-token-sum\n    use_dynamic_bsz: true\n"
+        "    ppo_max_token_len_per_gpu: 70\n"
+    )
+    arguments = ("verify", "--batch", small_batch, *FEW, "--config-dir", str(tmp_path), "--config-name", "mine")
+    code, out, err = call(*arguments, "--loss", "ours:cispo")
+    assert (code, err) == (0, "")
+    assert "ours:cispo seq-mean-token-sum: ok" in out
+    assert "at most 70 tokens each" in out
+    code, out, _ = call(*arguments, "--loss", "verl", f"{ACTOR}.loss_agg_mode=token-sum")
+    assert code == 0
+    assert "verl:vanilla token-sum: ok" in out
+
+
+MODULE = """
+import torch
+from functools import partial
+from verl.trainer.ppo.core_algos import agg_loss
+
+
+def engine_loss(*, model_output, data, dp_group):
+    return model_output["log_probs"].values().mean(), {}
+
+
+def with_config(config, model_output, data, dp_group=None):
+    assert config.clip_ratio == 0.3
+    losses = model_output["log_probs"].values()
+    return losses.sum() * data["dp_size"] / data["batch_num_tokens"], {}
+
+
+def policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None):
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+
+def local_policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None,
+                      rollout_is_weights=None):
+    return (-advantages * log_prob * response_mask).sum() / response_mask.sum().clamp(min=1), {}
+
+
+def broken(*, model_output, data, dp_group):
+    return data["nothing"]
+
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("engine_loss", 1), ("with_config", 0), ("policy_loss", 0), ("local_policy_loss", 1)]
+)
+def test_a_loss_of_ones_own(call, small_batch, tmp_path, monkeypatch, name, code):
+    """An engine loss, one that takes verl's configuration, and a policy loss of verl's signature."""
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    got, out, err = call(
+        "verify", "--loss", f"losses_of_mine:{name}", "--batch", small_batch, *FEW, f"{ACTOR}.clip_ratio=0.3"
+    )
+    assert (got, err) == (code, "")
+    assert ("local mean" in out) is bool(code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["verify", "--loss", "verl:misspelled"], "verl has no loss 'misspelled'"),
+        (["verify", "--loss", "nonsense"], "--loss is 'nonsense'"),
+        (["verify", "--loss", "no_such_module:loss"], "No module named"),
+        (["verify", "--loss", "losses_of_mine:number"], "expected a callable"),
+        (["verify", "--loss", "losses_of_mine:broken"], "cannot be run: KeyError"),
+        (["verify", "--unknown"], "unrecognized: --unknown"),
+        (["verify", "stray"], "unrecognized: stray"),
+        (["verify", "--micro-batches", "0"], "no list of whole numbers"),
+        (["verify", f"{ACTOR}.loss_agg_mode=mean"], "Invalid loss_agg_mode"),
+        (["verify", f"{ACTOR}.no_such_key=1"], "cannot be composed"),
+        (["verify", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], "needs a positive finite number"),
+        (["verify", "--config-dir", "/no/such/folder"], "is no folder"),
+        (["verify", "--batch", "/no/such/file.pt"], "/no/such/file.pt"),
+        (["frobnicate"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_call_is_one_line(call, tmp_path, monkeypatch, arguments, says):
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_several_losses_a_line_each(call):
+    code, out, _ = call("verify", "--loss", "verl:vanilla", "--loss", "verl:geo_mean", "--loss", "ours")
+    assert code == 1
+    assert re.search(r"verl:vanilla token-mean +ok", out)
+    assert re.search(r"verl:geo_mean token-mean +NOT INVARIANT .*local mean", out)
+    assert re.search(r"ours:vanilla token-mean +ok", out)
+    assert "3 losses, 1 not invariant" in out
+
+
+def test_trinity_rft_as_measured():
+    """Stock TrinityPolicyLoss: eight ragged sequences in 1, 2, 4, 8 micro-batches."""
+    from trinity_loss.candidates import candidates
+    from trinity_loss.verl.composed import compose
+
+    batch = make_mini_batch(8, seed=3, masked=0)
+    measured = {}
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        (make,) = candidates("trinity:ppo", compose(overrides=[f"{ACTOR}.loss_agg_mode={mode}"]))
+        report = check_invariance(make().loss_fn, batch, dp_sizes=(1,))
+        measured[mode] = [report.curve(1)[n] for n in (1, 2, 4, 8)]
+        assert report.findings[0].name == "local mean"
+        assert ("tokens" if mode == "token-mean" else "sequences") in report.sentence
+    for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
+        assert measured[mode] == pytest.approx([1, 2, 4, 8], rel=1e-6)
+    assert measured["token-mean"] == sorted(measured["token-mean"])
+    assert measured["token-mean"][3] > 8
+
+
+def test_names_need_a_configuration_that_makes_a_loss():
+    from trinity_loss.candidates import candidates
+    from trinity_loss.verl.composed import compose
+
+    config = compose()
+    with pytest.raises(ConfigError, match="Trinity-RFT has no loss 'misspelled'"):
+        next(candidates("trinity:misspelled", config))()

@@ -1,0 +1,129 @@
+"""The doctor finds what is planted in a configuration or an environment, and nothing in a sound one."""
+
+import json
+
+import pytest
+
+from trinity_loss.cli import main
+from trinity_loss.doctor import look, traps
+from trinity_loss.verl.composed import TARGET, compose
+
+ACTOR = "actor_rollout_ref.actor"
+OURS = f"{ACTOR}.policy_loss._target_={TARGET}"
+
+
+def examine(*overrides, config_name="ppo_trainer"):
+    """What the doctor sees in this process, and the traps."""
+    from omegaconf import OmegaConf
+
+    config = compose(config_name=config_name, overrides=overrides)
+    actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+    seen = look(actor, {"enabled": config.distillation.enabled})
+    return seen, traps(config, seen)
+
+
+def test_a_sound_configuration_of_ours():
+    seen, found = examine(OURS, f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean")
+    assert found == []
+    assert seen.ours
+    assert seen.loss == "EnginePolicyLoss(loss_mode='gspo', loss_agg_mode='seq-mean-token-mean')"
+    assert seen.entry_point == "loads"
+    assert seen.worker_class.endswith("TrinityTrainingWorker")
+    assert {"verl", "torch", "trinity-loss"} <= set(seen.versions)
+
+
+def test_verls_own_loss():
+    seen, found = examine()
+    assert found == []
+    assert not seen.ours
+    assert seen.loss == "verl.workers.utils.losses.ppo_loss (vanilla, token-mean)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], "padded width"),
+        ([OURS, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], "needs a positive finite number"),
+        ([f"{ACTOR}.policy_loss.loss_mode=geo_mean"], "averages over its own micro-batch"),
+        ([f"{ACTOR}.policy_loss.loss_mode=kl_cov"], "chooses tokens inside"),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo"], "ignores loss_agg_mode"),
+        ([f"{ACTOR}.policy_loss.loss_mode=dro"], "dro_beta"),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=kl3"], "kl_loss_type is kl3"),
+        ([f"{ACTOR}.loss_scale_factor=-3"], "loss_scale_factor is -3"),
+        (["distillation.enabled=True"], "distillation_ppo_loss"),
+        ([OURS, "distillation.enabled=True"], "goes around it"),
+        ([OURS, f"{ACTOR}.policy_loss.loss_mode=misspelled"], "misspelled"),
+    ],
+)
+def test_traps_of_a_configuration(overrides, says):
+    _, found = examine(*overrides)
+    assert any(says in text for text in found), found
+
+
+def test_per_token_regime_without_packing():
+    asked = [
+        f"+{ACTOR}.megatron.override_transformer_config.calculate_per_token_loss=True",
+        "actor_rollout_ref.model.use_remove_padding=False",
+    ]
+    _, found = examine(*asked, config_name="ppo_megatron_trainer")
+    assert any("calculate_per_token_loss is on" in text for text in found), found
+    _, found = examine(
+        f"{ACTOR}.megatron.context_parallel_size=2",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        config_name="ppo_megatron_trainer",
+    )
+    assert any("context parallelism switches" in text for text in found), found
+    _, found = examine(asked[0], "actor_rollout_ref.model.use_remove_padding=True", config_name="ppo_megatron_trainer")
+    assert found == []
+
+
+def test_traps_of_an_environment(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "somebody_else")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "a, b")
+    seen, found = examine(OURS)
+    assert seen.entry_point == "left out by VERL_USE_EXTERNAL_PLUGINS=somebody_else"
+    assert any("VERL_USE_EXTERNAL_PLUGINS" in text for text in found)
+    assert any("blank" in text for text in found)
+
+
+def test_an_entry_point_that_fails(monkeypatch):
+    import importlib.metadata
+
+    monkeypatch.setattr(
+        importlib.metadata.EntryPoint, "load", lambda self: (_ for _ in ()).throw(ImportError("planted"))
+    )
+    seen, found = examine(OURS)
+    assert "ImportError: planted" in seen.entry_point
+    assert any("planted" in text for text in found)
+
+
+def test_a_worker_class_that_goes_around():
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    class OtherWorker(ActorRolloutRefWorker):
+        actor_worker_cls = TrainingWorker
+
+    seen, found = examine(OURS)
+    assert any("OtherWorker" in name for name in seen.goes_around)
+    assert any("goes around our loss" in text for text in found)
+    del OtherWorker.actor_worker_cls
+
+
+def test_the_command_looks_into_a_ray_worker(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", "--json", OURS])
+    plain = json.loads(capsys.readouterr().out)
+    assert left.value.code == 0
+    assert plain["traps"] == []
+    assert set(plain["processes"]) == {"driver", "Ray worker"}
+    assert plain["processes"]["Ray worker"]["loss"].startswith("EnginePolicyLoss(")
+    assert plain["processes"]["Ray worker"]["worker_class"].endswith("TrinityTrainingWorker")
+
+
+def test_the_command_says_what_is_wrong(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", "--no-ray", f"{ACTOR}.policy_loss.loss_mode=geo_mean"])
+    out = capsys.readouterr().out
+    assert left.value.code == 1
+    assert "loss: verl.workers.utils.losses.ppo_loss (geo_mean, token-mean)" in out
+    assert "trap: policy_loss.loss_mode is geo_mean" in out

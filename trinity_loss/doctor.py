@@ -1,0 +1,269 @@
+"""What ``trinity-loss doctor`` looks at: versions, hooks, the loss of a configuration, and its traps."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any
+
+from trinity_loss.kl import KL_TYPES
+from trinity_loss.tables import print_table
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+PACKAGES = ("trinity-loss", "verl", "torch", "tensordict", "ray", "hydra-core", "transformers", "trinity-rft",
+            "megatron-core", "vllm", "sglang")  # fmt: skip
+_ENTRY_POINTS, _NAME = "verl.plugins", "trinity_loss"
+_ALLOW_LIST, _MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
+#: What is wrong with losses of verl that depend on the cut.
+VERL_TRAPS = {
+    "geo_mean": "averages over its own micro-batch, so its gradient grows with their number",
+    "clip_cov": "chooses tokens inside the micro-batch, so what it trains on depends on the cut",
+    "kl_cov": "chooses tokens inside the micro-batch, so what it trains on depends on the cut",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process sees.
+
+    Attributes:
+        versions: Of packages, by name; those that are not installed are missing.
+        entry_point: Whether our entry point loads, or what verl swallows.
+        loss: The loss that a worker of the configuration trains with, or why it does not get that far.
+        ours: Whether it is one of ours.
+        failure: The error that building the actor configuration or its loss ends in, None if none.
+        worker_class: What stands in verl's place for the training worker.
+        goes_around: Worker classes that set a training worker of their own.
+        environment: Variables that steer verl's plugins.
+    """
+
+    versions: dict[str, str]
+    entry_point: str
+    loss: str
+    ours: bool
+    failure: str | None
+    worker_class: str
+    goes_around: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def look(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:
+    """Looks around in this process; this is what runs in a Ray worker too.
+
+    Args:
+        actor: The resolved actor configuration.
+        distillation: The resolved distillation configuration.
+    """
+    loss, ours, failure = _loss(actor, distillation)
+    worker_class, goes_around = _worker_classes()
+    variables = (_ALLOW_LIST, _MODULES, "VERL_PLATFORM")
+    return Process(
+        versions={name: found for name in PACKAGES if (found := _version(name)) is not None},
+        entry_point=_entry_point(),
+        loss=loss,
+        ours=ours,
+        failure=failure,
+        worker_class=worker_class,
+        goes_around=goes_around,
+        environment={name: os.environ[name] for name in variables if name in os.environ},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _allowed() -> bool:
+    policy = os.environ.get(_ALLOW_LIST, "auto").strip().lower()
+    return policy == "auto" or _NAME in {name.strip() for name in policy.split(",")}
+
+
+def _entry_point() -> str:
+    found = [entry for entry in entry_points(group=_ENTRY_POINTS) if entry.name == _NAME]
+    if not found:
+        return "missing: trinity-loss is not installed as a package here"
+    if not _allowed():
+        return f"left out by {_ALLOW_LIST}={os.environ[_ALLOW_LIST]}"
+    try:
+        found[0].load()
+    except Exception as error:
+        return f"fails, which verl logs at DEBUG only: {type(error).__name__}: {error}"
+    return "loads"
+
+
+def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[str, bool, str | None]:
+    """The loss of a worker, whether it is ours, and what it fails with."""
+    from functools import partial
+
+    from omegaconf import OmegaConf
+    from verl.workers.utils.losses import ppo_loss
+
+    from trinity_loss.errors import ConfigError
+    from trinity_loss.verl.composed import actor_config
+    from trinity_loss.verl.worker import engine_loss
+
+    bound: Any = ppo_loss
+    if (distillation or {}).get("enabled"):
+        from verl.trainer.distillation.losses import distillation_ppo_loss
+
+        bound = distillation_ppo_loss
+    selected = "trinity_loss" in str(actor["policy_loss"].get("_target_", ""))
+    try:
+        made = actor_config(OmegaConf.create({"actor_rollout_ref": {"actor": actor}}))
+        ours = engine_loss(partial(bound, config=made))
+    except ConfigError as error:
+        return "none: the worker fails", selected, str(error)
+    if ours is not None:
+        return str(ours), True, None
+    name = "" if bound is not ppo_loss else f" ({made.policy_loss.loss_mode}, {made.loss_agg_mode})"
+    return f"{bound.__module__}.{bound.__name__}{name}", False, None
+
+
+def _worker_classes() -> tuple[str, list[str]]:
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from trinity_loss.verl.worker import TrinityWorkerMixin
+
+    chosen = ActorRolloutRefWorker.actor_worker_cls
+    pending, around = list(ActorRolloutRefWorker.__subclasses__()), []
+    while pending:
+        worker = pending.pop()
+        pending += worker.__subclasses__()
+        own = vars(worker).get("actor_worker_cls")
+        if own is not None and not issubclass(own, TrinityWorkerMixin):
+            around.append(f"{worker.__module__}.{worker.__name__}")
+    return f"{chosen.__module__}.{chosen.__name__}", around
+
+
+def look_in_ray_worker(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:
+    """What a worker of a private Ray on this machine sees.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    import ray
+
+    from trinity_loss.verl.harness.ray_fsdp import start_ray
+
+    start_ray(1)
+    try:
+        # By value: what runs there must not depend on how this module was found here.
+        remote = ray.remote(num_cpus=1)(look)
+        seen: Process = ray.get(remote.remote(actor, distillation))
+        return seen
+    finally:
+        ray.shutdown()
+
+
+def traps(config: DictConfig, seen: Process) -> list[str]:
+    """What is likely to go wrong in a configuration, a sentence each.
+
+    Args:
+        config: A composed verl configuration.
+        seen: What the process that runs it sees.
+    """
+    actor = config.actor_rollout_ref.actor
+    found = [seen.failure] if seen.failure is not None else []
+    found += _loss_traps(actor, seen.ours)
+    if config.get("distillation") is not None and config.distillation.get("enabled"):
+        found.append("distillation.enabled: the actor is trained with distillation_ppo_loss, not with the actor's loss")
+    found += _per_token_traps(config)
+    if not seen.entry_point.startswith("loads"):
+        found.append(f"entry point {_NAME}: {seen.entry_point}")
+    if " " in os.environ.get(_MODULES, "").strip():
+        found.append(f"{_MODULES} has a blank in it, which verl takes for a part of the name")
+    if seen.ours and seen.goes_around:
+        found.append(f"{', '.join(seen.goes_around)} sets a training worker of its own, which goes around our loss")
+    return found
+
+
+def _loss_traps(actor: Any, ours: bool) -> list[str]:
+    found = []
+    loss_mode, mode, scale = actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.loss_scale_factor
+    if not ours:
+        if mode == "seq-mean-token-sum-norm" and scale is None:
+            found.append(
+                "loss_scale_factor is null with seq-mean-token-sum-norm: verl divides by the padded width, "
+                "which in the v1 trainer is the longest response of each micro-batch"
+            )
+        if loss_mode in VERL_TRAPS:
+            found.append(f"policy_loss.loss_mode is {loss_mode}: verl's loss {VERL_TRAPS[loss_mode]}")
+        if loss_mode == "sapo" and mode != "seq-mean-token-mean":
+            found.append(f"verl's sapo ignores loss_agg_mode {mode}: its policy gradient is seq-mean-token-mean")
+        if loss_mode == "dro" and not actor.policy_loss.dro_beta:
+            found.append("policy_loss.loss_mode is dro and dro_beta is not set: verl fails at the first step")
+        if actor.use_kl_loss and actor.kl_loss_type not in KL_TYPES:
+            found.append(f"kl_loss_type is {actor.kl_loss_type}: verl fails at the first step")
+        if scale is not None and scale <= 0:
+            found.append(f"loss_scale_factor is {scale}: verl accepts it, and turns the loss around")
+    return found
+
+
+def _per_token_traps(config: DictConfig) -> list[str]:
+    """Megatron's per-token regime takes packed rows only, and switches itself on with context parallelism."""
+    actor = config.actor_rollout_ref.actor
+    megatron = actor.get("megatron")
+    if actor.strategy != "megatron" or megatron is None:
+        return []
+    asked = (megatron.get("override_transformer_config") or {}).get("calculate_per_token_loss", False)
+    parallel = megatron.get("context_parallel_size", 1) > 1 or megatron.get("dynamic_context_parallel", False)
+    if not (asked or parallel) or config.actor_rollout_ref.model.get("use_remove_padding", False):
+        return []
+    why = "calculate_per_token_loss is on" if asked else "context parallelism switches calculate_per_token_loss on"
+    return [f"{why} and model.use_remove_padding is off: verl raises at the first step"]
+
+
+def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> bool:
+    """Looks around here and in a Ray worker, and prints what was found.
+
+    Args:
+        config: A composed verl configuration.
+        ray: Whether to start a private Ray and look into a worker.
+        as_json: Whether to print JSON.
+
+    Returns:
+        Whether nothing is wrong.
+    """
+    from omegaconf import OmegaConf
+
+    actor: Any = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+    # The rest of the configuration may hold what only a run fills in.
+    distillation: Any = {"enabled": bool(config.get("distillation") and config.distillation.get("enabled"))}
+    seen = {"driver": look(actor, distillation)}
+    if ray:
+        seen["Ray worker"] = look_in_ray_worker(actor, distillation)
+    last = list(seen.values())[-1]
+    found = traps(config, last)
+    found += [
+        f"{name} is {here} in the driver and {last.versions.get(name, 'missing')} in a Ray worker"
+        for name, here in seen["driver"].versions.items()
+        if last.versions.get(name) != here
+    ]
+    if as_json:
+        plain = {"processes": {where: asdict(process) for where, process in seen.items()}, "traps": found}
+        json.dump(plain, sys.stdout, indent=2)
+        print()
+        return not found
+    print_table(["", *seen], _cells(seen))
+    print(f"loss: {last.loss}")
+    print("\n".join(f"trap: {text}" for text in found) or "nothing wrong found")
+    return not found
+
+
+def _cells(seen: dict[str, Process]) -> list[list[str]]:
+    processes = list(seen.values())
+    cells = [[name, *(p.versions.get(name, "-") for p in processes)] for name in PACKAGES]
+    cells.append(["entry point", *(p.entry_point for p in processes)])
+    cells.append(["training worker", *(p.worker_class for p in processes)])
+    for name in (_ALLOW_LIST, _MODULES, "VERL_PLATFORM"):
+        if any(name in p.environment for p in processes):
+            cells.append([name, *(p.environment.get(name, "-") for p in processes)])
+    return cells

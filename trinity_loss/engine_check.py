@@ -1,0 +1,109 @@
+"""``trinity-loss verify --engine``: the cuts of a check through verl's own engines, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from trinity_loss.candidates import Candidate
+from trinity_loss.errors import ConfigError
+from trinity_loss.invariance.check import check_invariance, metric_finding
+from trinity_loss.invariance.cuts import Cut, Engine
+from trinity_loss.invariance.draw import make_mini_batch
+from trinity_loss.invariance.report import Report
+from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
+from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.verl.harness import EngineCase, EngineError, EngineResult, run_cases
+from trinity_loss.verl.harness.cases import EngineName
+
+#: The engines compute in float32.
+TOLERANCE = 1e-5
+_NO_METRICS = ("perf/", "lr", "mfu", "grad_norm")
+
+
+def check_in_engine(
+    candidate: Candidate, engine: EngineName, *, tolerance: float = TOLERANCE, strict: bool | None = None
+) -> Report:
+    """Runs a loss through one of verl's engines, cut in every way that a CPU can reach.
+
+    Args:
+        candidate: The loss; it must be picklable.
+        engine: ``fsdp``: one and two ranks, padded and nested. ``megatron``: one rank, two data-parallel ranks,
+            two pipeline stages, each with and without ``calculate_per_token_loss``.
+        tolerance: Largest relative deviation that is taken for rounding.
+        strict: Whether metrics count; None: for the losses of this package only.
+
+    Raises:
+        ConfigError: The loss cannot be pickled, or an engine run failed.
+    """
+    ours = isinstance(candidate.loss_fn, TrinityPolicyLoss)
+    strict = ours if strict is None else strict
+    cases = _cases(EngineCase(loss=candidate.loss_fn, trinity_worker=ours), engine)
+    try:
+        results = run_cases(engine, cases)
+    except (EngineError, TypeError) as error:
+        last = str(error).strip().splitlines()[-1]
+        raise ConfigError(f"{candidate.name} in the {engine} engine: {last}") from error
+    rows = tuple(_row(result, results[0], engine) for result in results[1:])
+    findings = _findings(candidate, rows, tolerance)
+    metrics = metric_finding(rows, tolerance)
+    if metrics is not None:
+        findings.append(replace(metrics, counts=strict))
+    return Report(f"{candidate.name} in {engine}", rows, tuple(findings), tolerance=tolerance, strict=strict)
+
+
+def _cases(base: EngineCase, engine: EngineName) -> list[EngineCase]:
+    """The whole first; what shares an engine stands together."""
+    if engine == "fsdp":
+        nested = replace(base, batch=replace(base.batch, layout="nested"))
+        one = [replace(base, micro_batches=n) for n in (1, 2, 4)] + [replace(nested, micro_batches=4)]
+        two = [replace(case, world_size=2, micro_batches=n) for case in (base, nested) for n in (1, 2)]
+        return [*one, replace(base, max_tokens=40), *two, replace(base, world_size=2, max_tokens=40)]
+    layouts: list[dict[str, Any]] = [{}, {"world_size": 2}, {"world_size": 2, "pipeline": 2}]
+    return [
+        replace(base, micro_batches=n, per_token_loss=per_token, **layout)
+        for layout in layouts
+        for per_token in (False, True)
+        for n in (1, 2, 4)
+    ]
+
+
+def _row(result: EngineResult, whole: EngineResult, engine: EngineName) -> Row:
+    case = result.case
+    data_parallel = case.world_size // case.pipeline
+    notes = []
+    if case.pipeline > 1:
+        notes.append(f"{case.pipeline} pipeline stages")
+    if case.max_tokens is not None:
+        notes.append(f"at most {case.max_tokens} tokens each")
+    if case.per_token_loss:
+        notes.append("per-token loss")
+    played: Engine = "megatron per token" if case.per_token_loss else engine
+    cut = Cut(
+        "engine",
+        (((),) * result.micro_batches,) * data_parallel,
+        case.batch.layout,
+        engine=played,
+        note=", ".join(notes),
+    )
+    names = [name for name in whole.metrics if not name.startswith(_NO_METRICS)]
+    return Row(
+        cut,
+        gradients={"gradient": Deviation.between(result.gradient, whole.gradient)},
+        loss=Value(result.loss, whole.loss),
+        metrics={name: Value(result.metrics.get(name, float("nan")), whole.metrics[name]) for name in names},
+    )
+
+
+def _findings(candidate: Candidate, rows: Sequence[Row], tolerance: float) -> list[Finding]:
+    """Why, from the experiments of :func:`check_invariance`: an engine only shows that."""
+    off = [row for row in rows if row.error > tolerance]
+    if not off:
+        return []
+    batch = replace(make_mini_batch(36), group_size=candidate.group_size)
+    played = check_invariance(candidate.loss_fn, batch, (1, 2), (1, 2))
+    found = [finding for finding in played.findings if finding.counts]
+    row = off[0]
+    shown = f"gradient norm times {row.gradients['gradient'].ratio:.3g}, loss {row.loss.value:.4g} instead of "
+    return found or [Finding("unexplained", f"at {row.cut.label}: {shown}{row.loss.whole:.4g}")]
