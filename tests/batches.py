@@ -309,7 +309,9 @@ def _fields(options: Options) -> list[str]:
 
 
 def _jagged(rows: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    """A jagged tensor with offsets of its own, as fields that were built apart have."""
+    offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows]).tolist()])
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=offsets)
 
 
 def _full_index(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
