@@ -67,6 +67,8 @@ def run_driver(job: Job) -> list[EngineResult]:
         master_port=str(port),
     )
     group.reset()
+    # verl asks the workers for this behind the first step; if one fails there, the others never answer.
+    group._collect_info["train"] = group._query_collect_info("train")
     results: list[EngineResult] = []
     try:
         for case in job.cases:
