@@ -17,6 +17,7 @@ TARGETS = {
     "trinity_loss": "trinity_loss.verl.PolicyLossConfig",
     "verl": "verl.workers.config.PolicyLossConfig",
 }
+OURS_ALONE = "actor/micro_batches"  # Reported by the loss of trinity_loss and not by verl's.
 METRICS = ("critic/score/mean", "actor/loss", "actor/grad_norm")
 
 
@@ -40,6 +41,9 @@ def main(arguments: list[str]) -> int:
         ours, theirs = (train(name, options.steps, options.overrides, console) for name in TARGETS)
     except TrainingFailed as failure:
         console.print(f"[bold red]training failed[/]: {escape(str(failure))}", soft_wrap=True)
+        return 1
+    if OURS_ALONE not in ours[0] or OURS_ALONE in theirs[0]:
+        console.print("[bold red]the two runs did not train with the two losses[/]: see runs/compare/*/output.log")
         return 1
     table = Table("step", "metric", *TARGETS, "relative difference")
     first_differences = []
