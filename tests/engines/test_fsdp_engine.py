@@ -48,7 +48,7 @@ def _engines() -> Iterator[EngineCase]:
 def engines():
     """Results by label, and the error of the last case."""
     with pytest.raises(EngineError) as caught:
-        run_cases("fsdp", list(_engines()))
+        run_cases("fsdp", list(_engines()), timeout=500)
     return by_label(caught.value.finished), str(caught.value)
 
 
@@ -59,7 +59,7 @@ def ray_workers():
     cases = [EngineCase(ours(mode), mode, max_tokens=tokens, **two) for mode in EVERY_BUDGET for tokens in BUDGETS]
     cases.append(EngineCase(FailsOnRank(ours(), 1, BROKEN), "broken", **two))
     with pytest.raises(EngineError) as caught:
-        run_cases("fsdp", cases, ray=True)
+        run_cases("fsdp", cases, ray=True, timeout=500)
     return by_label(caught.value.finished), str(caught.value)
 
 

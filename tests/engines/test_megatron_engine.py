@@ -49,7 +49,7 @@ def _cases() -> Iterator[EngineCase]:
 @cache
 def results():
     """Results by label."""
-    return by_label(run_cases("megatron", list(_cases())))
+    return by_label(run_cases("megatron", list(_cases()), timeout=500))
 
 
 @pytest.mark.parametrize("mode", MODES)
