@@ -309,9 +309,12 @@ def _fields(options: Options) -> list[str]:
 
 
 def _jagged(rows: list[Tensor]) -> Tensor:
-    """A jagged tensor with offsets of its own, as fields that were built apart have."""
-    offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows]).tolist()])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=offsets)
+    """A jagged tensor with offsets of its own, as fields that were built apart have, and verl's longest row."""
+    lengths = [row.numel() for row in rows]
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(rows), offsets=offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
 
 
 def _full_index(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,141 @@
+"""What a call costs, counted: host reads and ATen operations, whatever the number of sequences."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from batches import LAYOUTS, Options, build, cut, make_leaves, make_sequences
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trinity_loss import EnginePolicyLoss, LossConfig
+
+#: Operations that wait for the device: they read a number or a size that only the data tell.
+READS = {
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten._unique2.default",
+    "aten.unique_dim.default",
+    "aten.unique_consecutive.default",
+    "aten.masked_select.default",
+    "aten.item.default",
+    "aten.equal.default",
+    "aten.is_nonzero.default",
+}
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
+
+
+class Count(TorchDispatchMode):
+    """Counts operations; boolean indexing and repeat_interleave without a size count as reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = str(func)
+        self.operations[name] += 1
+        self.reads += name in READS
+        if name == "aten.index.Tensor":
+            self.reads += any(index is not None and index.dtype == torch.bool for index in args[1])
+        if name.startswith("aten.repeat_interleave"):
+            self.reads += kwargs.get("output_size") is None
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def host_reads(monkeypatch):
+    """Counts `tolist`, which a dispatch mode does not see."""
+    calls = []
+    plain = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: calls.append(1) or plain(self))
+    return calls
+
+
+def engine_call(sequences: int, layout: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Arguments of a loss call with one micro-batch of that many sequences."""
+    parts = cut(make_sequences(sequences, seed=4, max_length=9))
+    batch = build(parts, layout, Options(dtype=dtype))[0][0]
+    names = ("log_probs", "entropy")
+    outputs = {name: batch.lay_out(leaf) for name, leaf in zip(names, make_leaves(parts.samples, dtype), strict=True)}
+    assert all(output.requires_grad for output in outputs.values())
+    return {"model_output": outputs, "data": batch.data}
+
+
+def counted(sequences: int, layout: str, config: LossConfig) -> Count:
+    call, loss_fn = engine_call(sequences, layout), EnginePolicyLoss(config)
+    with Count() as count:
+        loss_fn(**call)[0].backward()
+    return count
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_host_read(mode, layout, host_reads):
+    config = LossConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+    host_reads.clear()
+    count = counted(9, layout, config)
+    assert len(host_reads) == 1
+    assert count.reads == 0, count.operations
+
+
+@pytest.mark.parametrize("loss_mode", ["gspo", "gmpo", "cispo", "bypass_mode"])
+def test_one_host_read_for_losses_that_look_at_sequences(loss_mode, host_reads):
+    config = LossConfig(loss_mode=loss_mode, rollout_metrics="geometric")
+    host_reads.clear()
+    count = counted(9, "nested", config)
+    assert len(host_reads) == 1
+    assert count.reads == 0, count.operations
+
+
+def test_the_counter_sees_a_read():
+    """The test above can fail: what it forbids is counted."""
+    values = torch.arange(4.0)
+    with Count() as count:
+        values[values > 1]
+        torch.repeat_interleave(values, torch.tensor([1, 2, 1, 1]))
+        values.sum().item()
+        torch.nonzero(values)
+    assert count.reads == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operations_do_not_grow_with_sequences(mode):
+    config = LossConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+    few, many = (sum(counted(n, "nested", config).operations.values()) for n in (8, 64))
+    assert few == many
+    # A third of what verl's ppo_loss dispatches at 8 sequences, 732 + 491.
+    assert few <= 407
+
+
+@pytest.mark.parametrize("layout", ["nested", "packed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_of_tokens_times_sequences(mode, layout):
+    """The largest tensor that any operation makes holds a few numbers per token."""
+    config = LossConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+    call = engine_call(64, layout)
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    with Largest():
+        EnginePolicyLoss(config)(**call)[0].backward()
+    flat = call["data"]["response_mask"]
+    tokens = flat._values.numel() if layout == "nested" else flat.numel()
+    prompts = 3 * 64
+    assert largest <= tokens + prompts
+    assert tokens * 64 > 10 * (tokens + prompts)
+
+
+def test_bit_identical_from_run_to_run():
+    config = LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01, use_kl_loss=True)
+    losses = [EnginePolicyLoss(config)(**engine_call(30, "nested", torch.float32))[0].detach() for _ in range(2)]
+    assert torch.equal(*losses)

@@ -1,0 +1,78 @@
+"""A recorded mini-batch gives back the loss and gradient of the run it was recorded in."""
+
+import json
+import os
+
+import pytest
+import torch
+from batches import Options, build, cut, make_leaves, make_sequences
+
+from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.errors import MissingFieldError
+from trinity_loss.invariance import check_invariance
+from trinity_loss.recording import Recorder, load_recording
+
+CONFIG = LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01, use_kl_loss=True)
+PARTS = cut(make_sequences(12, seed=3), 3, 2, "uneven")
+
+
+def record(folder, layout: str = "nested", max_bytes: int = 2**20) -> None:
+    log_probs, entropy = make_leaves(PARTS.samples)
+    for rank, micro_batches in enumerate(build(PARTS, layout, Options())):
+        recorder = Recorder(max_bytes)
+        for batch in micro_batches:
+            recorder.add({"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}, batch.data)
+        recorder.write(folder, rank, CONFIG)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+def test_replay(layout, tmp_path):
+    record(tmp_path, layout)
+    batch = load_recording(tmp_path)
+    assert [len(rank) for rank in batch.cut] == [len(rank) for rank in PARTS.ranks]
+    assert batch.totals["global_batch_size"] == 12
+    assert [len(rows) for rank in batch.cut for rows in rank] == [len(rows) for rank in PARTS.ranks for rows in rank]
+    report = check_invariance(EnginePolicyLoss(CONFIG), batch=batch, micro_batches=(1, 3), dp_sizes=(1, 2))
+    assert report.ok, str(report)
+    order = [i for rank in PARTS.ranks for rows in rank for i in rows]
+    recorded = batch.log_probs[batch.response_mask != 0].tolist()
+    samples = [PARTS.samples[i] for i in order]
+    assert recorded == [x for s in samples for x, m in zip(s.log_probs, s.mask, strict=True) if m]
+    assert list(batch.uids) == [s.uid for s in samples]
+
+
+def test_the_configuration_is_saved(tmp_path):
+    record(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["loss_agg_mode"] == "seq-mean-token-mean"
+    assert LossConfig(**saved) == CONFIG
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    """A full disk while writing: the error comes through, and neither a part nor a temporary file is left."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        record(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_too_large_a_part_is_named_and_left_out(tmp_path):
+    with pytest.warns(UserWarning, match="not recorded.*record_max_megabytes"):
+        record(tmp_path / "step", max_bytes=10)
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_missing_rank_is_an_error(tmp_path):
+    record(tmp_path)
+    (tmp_path / "rank-0.pt").unlink()
+    with pytest.raises(MissingFieldError, match=r"ranks \[1\]"):
+        load_recording(tmp_path)
+
+
+def test_one_file_is_one_rank(tmp_path):
+    record(tmp_path)
+    assert load_recording(tmp_path / "rank-0.pt").num_sequences == sum(len(rows) for rows in PARTS.ranks[0])
