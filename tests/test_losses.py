@@ -1,11 +1,12 @@
 """Every policy loss in every mode, on cuts in every layout, against the oracle: value, gradient and metrics."""
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from batches import LAYOUTS, assert_equals_oracle, cut, make_sequences, poisoned, run
+from batches import LAYOUTS, assert_equals_oracle, build, cut, make_leaves, make_sequences, poisoned, run
 from oracle import MODES, evaluate
 from ours import check, in_mode, run_ours
 
@@ -249,6 +250,45 @@ def test_dppo_kl_of_certain_tokens(dtype):
     assert expected.metrics["actor/pg_clipfrac"] == 0.0
     got = run_ours(settings_of("dppo_kl"), cut(samples, 2), "nested", dtype=dtype)
     assert_equals_oracle(got, expected, samples, 1e-10 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_loss
+def test_inputs_stay_as_they_were(name, layout):
+    """Nothing of the micro-batch or of the model output is written to."""
+    settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
+    loss = EnginePolicyLoss(LossConfig(**settings, entropy_coeff=0.1, use_kl_loss=True))
+    batch = build(cut(SAMPLES), layout)[0][0]
+    log_probs, entropy = make_leaves(SAMPLES)
+    output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
+
+    def flat(tensors):
+        return {
+            k: (v.values() if v.is_nested else v).detach().clone() for k, v in tensors if isinstance(v, torch.Tensor)
+        }
+
+    before = flat(batch.data.items()) | flat(output.items())
+    loss(model_output=output, data=batch.data, dp_group=None)[0].backward()
+    after = flat(batch.data.items()) | flat(output.items())
+    assert before.keys() == after.keys() >= {"advantages", "log_probs", "entropy"}
+    assert [k for k in before if not torch.equal(before[k], after[k])] == []
+
+
+@every_loss
+def test_without_gradients_the_value_is_the_same(name):
+    """The engine's forward-only pass: no graph, the same loss; and a loss that was pickled on its way."""
+    settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
+    loss = EnginePolicyLoss(LossConfig(**settings))
+    batch = build(cut(SAMPLES), "nested")[0][0]
+    output = {"log_probs": batch.lay_out(make_leaves(SAMPLES)[0])}
+    with_graph, metrics = loss(model_output=output, data=batch.data, dp_group=None)
+    with torch.no_grad():
+        without, _ = loss(model_output=output, data=batch.data, dp_group=None)
+    assert not without.requires_grad
+    assert without.item() == with_graph.item()
+    again, metrics_again = pickle.loads(pickle.dumps(loss))(model_output=output, data=batch.data, dp_group=None)
+    assert again.item() == with_graph.item()
+    assert metrics.keys() == metrics_again.keys()
 
 
 PAIRS = tuple(s for s in make_sequences(13, seed=6) if s.tokens)[:12]
