@@ -30,7 +30,6 @@ from trinity_loss.errors import BatchError, ConfigError, TotalsError
 from trinity_loss.tokens import is_jagged, jagged_parts
 
 _StockLoss = losses.TrinityPolicyLoss
-_EPSILON = 1e-8  # what Trinity-RFT's masked_mean adds to its count
 _PARTS = (
     "it adds an average over the usual rows and one over the expert rows, each with a count of its own that no engine "
     "counts over the mini-batch; train the two parts as two losses"
@@ -74,12 +73,14 @@ class _Share:
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         compute = self._pairs if self.mode == "pairs" else self.part
-        self.plain, metrics = compute(**inputs)
-        return self.plain * self.weight, metrics
+        plain, metrics = compute(**inputs)
+        self.plain = plain
+        return plain * self.weight, metrics
 
     def calculate_kl_loss(self, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-        self.plain, metrics = self.part.calculate_kl_loss(**inputs)
-        return self.plain * self.weight, metrics
+        plain, metrics = self.part.calculate_kl_loss(**inputs)
+        self.plain = plain
+        return plain * self.weight, metrics
 
     def _pairs(self, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         """The mean over pairs of rows; Trinity-RFT's loss takes all rows that it is given for one pair."""
@@ -108,6 +109,10 @@ class ScaledTrinityPolicyLoss(_StockLoss):  # type: ignore[misc, valid-type]
         ConfigError: The policy loss or the entropy has no share that an engine's totals give (``mix``,
             ``mix_chord``).
     """
+
+    policy_loss_fn: Any
+    entropy_loss_fn: Any
+    kl_loss_fn: Any
 
     def __init__(self, algo_config: Any) -> None:
         super().__init__(algo_config)
@@ -160,10 +165,9 @@ def _weight(mode: str, data: MicroBatchData, totals: Totals) -> Tensor | float:
         return float(dp_size)
     mask = get_value(data, "response_mask")
     if mode == "token-mean":
-        name, total = "batch_num_tokens", totals.batch_num_tokens
+        name, whole = "batch_num_tokens", totals.batch_num_tokens
         flat = jagged_parts(mask)[0] if is_jagged(mask) else mask
-        local: Tensor | float = flat.count_nonzero().to(torch.float64) + _EPSILON
-        whole = None if total is None else total + _EPSILON
+        local: Tensor | float = flat.count_nonzero().to(torch.float64)
     elif mode in ("seq-mean-token-mean", "seq-mean-token-sum", "pairs"):
         name, local, whole = "global_batch_size", float(mask.shape[0]), totals.global_batch_size
     else:
