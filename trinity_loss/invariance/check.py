@@ -13,7 +13,7 @@ from trinity_loss.invariance.cuts import Cut, Layout, all_cuts
 from trinity_loss.invariance.diagnosis import explain, masked_values, totals_finding
 from trinity_loss.invariance.draw import make_mini_batch
 from trinity_loss.invariance.engine import LossFn
-from trinity_loss.invariance.measure import Subject, describe
+from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
@@ -155,8 +155,10 @@ def name_of(loss_fn: Any) -> str:
     """What to call a loss in a report."""
     if isinstance(loss_fn, partial):
         return name_of(loss_fn.func)
-    named = getattr(loss_fn, "__qualname__", None)
-    return f"{loss_fn.__module__}.{named}" if named else repr(loss_fn)
+    named = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
+    if named is not loss_fn and named.__repr__ is not object.__repr__:
+        return repr(loss_fn)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def measure_row(subject: Subject, cut: Cut) -> Row:
@@ -215,7 +217,7 @@ def metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
 
 def _float32_error(subject: Subject) -> float:
     """Relative difference between float32 and float64 on the whole mini-batch."""
-    single = subject.batch.to(torch.float32)
+    single = variant(subject.batch, "to", torch.float32)
     try:
         outcome = subject.run(Cut("even", ((tuple(range(single.num_sequences)),),), subject.base), single)
     except Exception:

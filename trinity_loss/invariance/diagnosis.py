@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from trinity_loss.invariance.cuts import Cut, Layout, whole
-from trinity_loss.invariance.measure import Subject, describe
+from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.probe import Cause, causes, with_masked
 from trinity_loss.invariance.rows import TERMS, Finding, Row
@@ -112,18 +112,18 @@ def _empty_micro_batch(subject: Subject) -> str | None:
 
 def masked_values(subject: Subject, tolerance: float) -> Finding | None:
     """Whether NaN at masked tokens reaches loss or gradient, and by which field."""
-    reached = _reached_by_nan(subject, ())
+    reached = _reached_by_nan(subject, (), subject.layouts)
     if reached is None:
         return None
     names = ["log_probs", "entropy", *subject.batch.token_fields]
-    culprits = [name for name in names if _reached_by_nan(subject, (name,)) is not None]
+    culprits = [name for name in names if _reached_by_nan(subject, (name,), (subject.base,)) is not None]
     where = f" of {', '.join(culprits)}" if culprits else ""
     return Finding("masked NaN", f"NaN at a masked token{where} reaches {reached}")
 
 
-def _reached_by_nan(subject: Subject, names: tuple[str, ...]) -> str | None:
-    poisoned = subject.batch.with_nan_at_masked(*names)
-    reached = [_reached_in_layout(subject, poisoned, layout) for layout in subject.layouts]
+def _reached_by_nan(subject: Subject, names: tuple[str, ...], layouts: Sequence[Layout]) -> str | None:
+    poisoned = variant(subject.batch, "with_nan_at_masked", *names)
+    reached = [_reached_in_layout(subject, poisoned, layout) for layout in layouts]
     return next((what for what in reached if what is not None), None)
 
 
@@ -137,7 +137,7 @@ def _reached_in_layout(subject: Subject, poisoned: MiniBatch, layout: Layout) ->
         return "the loss"
     counted = (poisoned.response_mask != 0).repeat(2)
     gradient = torch.cat([outcome.log_prob_gradient, outcome.entropy_gradient])
-    healthy = subject.run(whole(subject.batch, layout))
+    healthy = subject.healthy(layout)
     clean = torch.cat([healthy.log_prob_gradient, healthy.entropy_gradient])
     if not torch.allclose(gradient[counted], clean[counted], rtol=1e-6, atol=1e-12 * float(clean.abs().max())):
         return "the gradient"

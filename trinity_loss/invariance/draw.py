@@ -16,7 +16,8 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
     """Draws a mini-batch in which every wrong denominator shows.
 
     Lengths run from 1 to ``longest``, evenly in their logarithm; masks have holes; ``masked`` sequences have
-    no token that counts; four sequences in a row share a prompt; ratios lie on both sides of every clip.
+    no token that counts; four sequences in a row share a prompt; ratios lie on both sides of every clip, and
+    advantages and log-probs are spread wide enough for losses that choose tokens by their covariance.
 
     Args:
         sequences: S, at least 4.
@@ -46,7 +47,7 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
     # One in four at most, so that no prompt group is masked throughout.
     for i in range(min(masked, sequences // 4)):
         mask[starts[4 * i + 1] : starts[4 * i + 2]] = 0
-    log_probs = -0.05 - 2 * uniform(tokens)
+    log_probs = -0.05 - 3 * uniform(tokens)
 
     def other_policy(spread: float) -> Tensor:
         return (log_probs + spread * normal(tokens)).clamp(max=-0.01)
@@ -58,7 +59,7 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
         log_probs=log_probs,
         entropy=2 * uniform(tokens),
         token_fields={
-            "advantages": torch.repeat_interleave(normal(sequences), lengths) + 0.3 * normal(tokens),
+            "advantages": 1.5 * torch.repeat_interleave(normal(sequences), lengths) + 0.3 * normal(tokens),
             "old_log_probs": other_policy(0.6),
             "ref_log_prob": other_policy(0.5),
             "rollout_log_probs": other_policy(0.3),

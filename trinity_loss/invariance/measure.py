@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from trinity_loss.invariance.cuts import Cut, Layout, whole
 from trinity_loss.invariance.engine import Builder, LossFn, Outcome, run
 from trinity_loss.invariance.layouts import build
 from trinity_loss.invariance.minibatch import MiniBatch
+
+
+@lru_cache(maxsize=64)
+def variant(batch: MiniBatch, method: str, *arguments: Any) -> MiniBatch:
+    """What a method of a mini-batch returns; the same object each time, so that its micro-batches are built once."""
+    changed: MiniBatch = getattr(batch, method)(*arguments)
+    return changed
+
 
 #: A term smaller than this share of the gradient is rounding.
 _NOTHING = 1e-12
@@ -64,6 +73,7 @@ class Subject:
         self.batch = batch
         self.seed = seed
         self.skipped: list[tuple[str, str]] = []
+        self._healthy: dict[Layout, Outcome] = {}
         self.layouts, self.outcome = self._try(layouts)
 
     def _try(self, layouts: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], Outcome]:
@@ -82,6 +92,7 @@ class Subject:
         if "packed" in work and base != "packed" and self._ignores_segments(work["packed"], work[base]):
             del work["packed"]
             self.skipped.append(("packed layout", "the loss does not read segment_ids"))
+        self._healthy = work
         return tuple(work), work[base]
 
     def _ignores_segments(self, packed: Outcome, base: Outcome) -> bool:
@@ -107,10 +118,16 @@ class Subject:
         """Layout of the whole."""
         return self.layouts[0]
 
+    def healthy(self, layout: Layout) -> Outcome:
+        """The whole mini-batch in that layout."""
+        if layout not in self._healthy:
+            self._healthy[layout] = self.run(whole(self.batch, layout))
+        return self._healthy[layout]
+
     @cached_property
     def calm(self) -> MiniBatch:
         """The mini-batch without a policy gradient."""
-        return self.batch.without_policy_gradient()
+        return variant(self.batch, "without_policy_gradient")
 
     @cached_property
     def rest(self) -> str | None:
@@ -143,7 +160,7 @@ class Subject:
     def term(self, name: str, cut: Cut, batch: MiniBatch | None, totals: Mapping[str, int]) -> Tensor:
         """Gradient [N] of one term on a cut, with no more runs than that takes."""
         if name == self.rest:
-            calm = self.calm if batch is None else batch.without_policy_gradient()
+            calm = self.calm if batch is None else variant(batch, "without_policy_gradient")
             return self.run(cut, calm, totals).log_prob_gradient
         if name == "entropy":
             return self.run(cut, batch, totals).entropy_gradient
@@ -157,7 +174,7 @@ class Subject:
         if self.rest is None:
             terms["pg"] = log_probs
         else:
-            calm = self.calm if batch is None else batch.without_policy_gradient()
+            calm = self.calm if batch is None else variant(batch, "without_policy_gradient")
             left = self.run(cut, calm, totals).log_prob_gradient
             terms |= {"pg": log_probs - left, self.rest: left}
         terms["entropy"] = entropy

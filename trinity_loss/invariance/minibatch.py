@@ -208,6 +208,10 @@ class MiniBatch:
     def to(self, dtype: torch.dtype) -> MiniBatch:
         """The same mini-batch with its floating-point tensors in another type."""
 
+        tensors = (self.log_probs, self.entropy, *self.token_fields.values(), *self.sequence_fields.values())
+        if all(t is None or t.dtype == dtype or not t.is_floating_point() for t in tensors):
+            return self
+
         def cast(values: Tensor | None) -> Tensor | None:
             return values.to(dtype) if values is not None and values.is_floating_point() else values
 

@@ -17,14 +17,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trinity_loss.invariance.cuts import Cut, Layout
-from trinity_loss.invariance.measure import Subject
+from trinity_loss.invariance.measure import Subject, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 
 _SAME = 1e-3
-_MOST_ALONE = 12
+_MOST_ALONE = 6
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Cause:
 def with_masked(subject: Subject, *lengths: int) -> tuple[MiniBatch, list[int]]:
     """The mini-batch and further fully masked sequences, and the numbers of these; totals stay as they were."""
     sequences, size = subject.batch.num_sequences, subject.batch.group_size
-    batch = subject.batch.with_masked_sequences(*(length for length in lengths for _ in range(size)))
+    batch = variant(subject.batch, "with_masked_sequences", *(length for length in lengths for _ in range(size)))
     return batch, list(range(sequences, batch.num_sequences))
 
 
@@ -121,12 +122,17 @@ class Probe:
             padded = self.factor(self.gradient(self.rows, width=self.fixed + 7))
             if abs(padded - 1) > _SAME:
                 return padded
-        longest = int(self.subject.batch.response_lengths.max())
-        batch, added = with_masked(self.subject, 1, longest + 7)
-        short, long = added[: len(added) // 2], added[len(added) // 2 :]
-        layout: Layout = self.subject.base
-        nested = [self.gradient([*self.rows, *rows], batch, layout=layout) for rows in (short, long)]
-        return self.factor(nested[1], nested[0])
+        # Two more sequences without a valid token: one long one makes the padding wider, a second one does not.
+        longest = int(self.subject.batch.response_lengths.max()) + 7
+        narrow, wide, wider = (
+            self._with_two(first, second) for first, second in ((1, 1), (longest, 1), (longest,) * 2)
+        )
+        counts_masked_tokens = abs(self.factor(wider, wide) - 1) > _SAME
+        return 1.0 if counts_masked_tokens else self.factor(wide, narrow)
+
+    def _with_two(self, *lengths: int) -> Tensor:
+        batch, masked = with_masked(self.subject, *lengths)
+        return self.gradient([*self.rows, *masked], batch, layout=self.subject.base)
 
     def twice(self) -> float:
         return self.factor(self.gradient(self.rows + self.rows))
@@ -149,11 +155,11 @@ class Probe:
     def company(self) -> Cause | None:
         """Whether and how a sequence's part depends on the others of its micro-batch."""
         factors: dict[tuple[int, ...], float] = {}
-        for group in self._alone():
-            here = self._tokens(group)
-            alone, together = self.gradient(group)[here], self.together[here]
-            factors[group] = self.factor(alone, together)
-            if float((alone - factors[group] * together).norm()) > _SAME * float(alone.norm()):
+        for few in self._few():
+            here = self._tokens(few)
+            apart, together = self.gradient(few)[here], self.together[here]
+            factors[few] = self.factor(apart, together)
+            if float((apart - factors[few] * together).norm()) > _SAME * float(apart.norm()):
                 return Cause(
                     "selection inside the micro-batch",
                     "{} chooses, ranks or normalises tokens among those of the micro-batch",
@@ -177,15 +183,20 @@ class Probe:
             )
         return None
 
-    def _tokens(self, group: tuple[int, ...]) -> slice:
-        return slice(self.subject.batch.starts[group[0]], self.subject.batch.starts[group[-1] + 1])
+    def _tokens(self, rows: Sequence[int]) -> Tensor:
+        starts = self.subject.batch.starts
+        return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
 
-    def _alone(self) -> list[tuple[int, ...]]:
-        """Sequences to try alone: the longest show a selection, the shortest show what a mean is over."""
+    def _few(self) -> list[tuple[int, ...]]:
+        """Smaller micro-batches: every second sequence, in which a selection shows that needs different ones;
+        then single sequences, the longest ones first, which show it best, and the shortest, which show what a
+        mean is over."""
         batch = self.subject.batch
         moving = [group for group in batch.groups if bool(self.together[self._tokens(group)].any())]
         moving.sort(key=lambda group: -sum(batch.valid_counts[i] for i in group))
-        return [*moving[:_MOST_ALONE], *moving[_MOST_ALONE:][-3:]]
+        halves = [tuple(i for group in moving[k::2] for i in group) for k in (0, 1)]
+        few = [half for half in halves if half] + moving[:_MOST_ALONE] + moving[_MOST_ALONE:][-3:]
+        return list(dict.fromkeys(few))
 
     def _over(self, factors: dict[tuple[int, ...], float]) -> str:
         """What the mean is over: the factor between alone and together is its count over that of the few."""
