@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from typing import Any
 
 import trinity_loss.policy
 import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
 from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
-from trinity_loss.errors import ConfigError
+from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.kl import check_kl_type
 from trinity_loss.metrics import check_level
 from trinity_loss.registry import PolicyLoss, get_policy_loss
 
 
+def _naming_unknown_fields(cls: type[LossConfig]) -> type[LossConfig]:
+    """Makes an argument that is no field an error that lists the fields."""
+    make = cls.__init__
+
+    @wraps(make)
+    def init(self: LossConfig, *values: Any, **named: Any) -> None:
+        known = [f.name for f in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise UnknownFieldError(f"{cls.__name__} has no field {name!r}; its fields are {', '.join(known)}")
+        make(self, *values, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_naming_unknown_fields
 @dataclass(frozen=True)
 class LossConfig:
     """What the loss is. Frozen, picklable, checked when made; field names are verl's where verl has one.

@@ -14,6 +14,10 @@ class ConfigError(TrinityLossError):
     """A configuration that cannot mean what it says; raised when the configuration is made."""
 
 
+class UnknownFieldError(ConfigError, TypeError):
+    """A configuration was given a field that it does not have."""
+
+
 class BatchError(TrinityLossError):
     """Base class: a micro-batch does not fit the configuration or itself."""
 

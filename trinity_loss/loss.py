@@ -311,7 +311,7 @@ class EnginePolicyLoss(TrinityPolicyLoss):
                 )
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch) -> dict[str, Any]:
-        return metrics.engine(numbers, batch.totals.dp_size or 1)
+        return metrics.engine(numbers, batch.totals.dp_size or 1, nothing_counts=batch.num_valid_tokens == 0)
 
 
 _warned: set[str] = set()

@@ -189,8 +189,14 @@ class MetricSet:
             metrics[name] = _statistic(statistic, *(numbers[f"{source}#{kind}"] for kind in _MOMENT_NAMES))
         return metrics
 
-    def engine(self, numbers: dict[str, float], dp_size: int) -> dict[str, Any]:
-        """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them."""
+    def engine(self, numbers: dict[str, float], dp_size: int, *, nothing_counts: bool = False) -> dict[str, Any]:
+        """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them.
+
+        Args:
+            numbers: What :meth:`read` returned.
+            dp_size: Ranks that verl averages over.
+            nothing_counts: The whole mini-batch has no token that counts: its extremes are 0.
+        """
         from verl.utils.metric import AggregationType, Metric
 
         metrics: dict[str, Any] = dict(self.constants)
@@ -202,7 +208,7 @@ class MetricSet:
                 share = numbers[name] * dp_size / entry.total if entry.total else 0.0
                 metrics[name] = Metric(AggregationType.SUM, share)
             else:
-                metrics[name] = Metric(entry.kind, numbers[name])
+                metrics[name] = Metric(entry.kind, 0.0 if nothing_counts else numbers[name])
         for name, (statistic, source) in self.statistics.items():
             for kind in _MOMENT_NAMES:
                 # verl averages over ranks before it sums over micro-batches.
