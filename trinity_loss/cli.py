@@ -1,4 +1,4 @@
-"""The command ``trinity-loss``: ``verify`` a loss, let the ``doctor`` look at a configuration."""
+"""The command ``trinity-loss``: ``verify`` a loss, let the ``doctor`` look at a configuration, ``bench`` the cost."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ Says which versions and hooks are in place, here and in a Ray worker, which loss
 with, and what is likely to go wrong in it.
 
 exit code: 0 nothing wrong, 1 something is, 2 the call is wrong"""
+
+
+_BENCH = """\
+Measures time, peak memory, operations and host reads of forward + backward: this package's loss, verl's and,
+where it is installed, Trinity-RFT's, on the same micro-batches, in turn.
+
+examples:
+  trinity-loss bench                                      four cases with their goals
+  trinity-loss bench --cases sweep --plot speed.png       sequences, longest response, fill and mode, one at a time
+  trinity-loss bench --cases scaling --losses ours        what the cost depends on, and what not
+  trinity-loss bench --sequences 8,32 --fill 0.2,1        all combinations
+
+exit code: 0 the losses agree, 1 they do not, 2 the call is wrong"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,6 +108,20 @@ def _parser() -> _Parser:
     doctor.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="look into a Ray worker")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.set_defaults(run=_run_doctor)
+    bench = commands.add_parser("bench", help="measure the cost", description=_BENCH, formatter_class=formatter)
+    bench.add_argument("--cases", choices=("goals", "sweep", "scaling"), default="goals", help="(default: goals)")
+    bench.add_argument("--sequences", type=_numbers, default=(), metavar="N,N", help="instead of a set of cases")
+    bench.add_argument("--longest", type=_numbers, default=(), metavar="N,N", help="longest response")
+    bench.add_argument("--fill", type=_shares, default=(), metavar="X,X", help="tokens / (sequences × longest)")
+    bench.add_argument("--modes", type=_words, default=(), metavar="NAME,NAME", help="aggregation modes")
+    bench.add_argument("--losses", type=_words, default=None, metavar="NAME,NAME", help="of verl, ours, trinity")
+    bench.add_argument("--runs", type=int, default=9, metavar="N", help="(default: %(default)s)")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    bench.add_argument("--engine-share", action="store_true", help="the share of a step of verl's training worker too")
+    bench.add_argument("--seed", type=int, default=0, metavar="N")
+    bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    bench.add_argument("--plot", metavar="FILE", help="draw time against each size that varies")
+    bench.set_defaults(run=_run_bench, overrides=[])
     return parser
 
 
@@ -112,6 +139,20 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 1,2,4")
     return numbers
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers above 0 and up to 1, such as 0.2,1")
+    return shares
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _run_verify(arguments: argparse.Namespace) -> bool:
@@ -148,6 +189,29 @@ def _run_doctor(arguments: argparse.Namespace) -> bool:
 
     config = compose(arguments.config_dir, arguments.config_name, arguments.overrides)
     return examine(config, ray=arguments.ray, as_json=arguments.json)
+
+
+def _run_bench(arguments: argparse.Namespace) -> bool:
+    from trinity_loss.bench import LOSS_NAMES, Options, bench
+
+    if arguments.overrides:
+        raise ConfigError(f"{arguments.overrides[0]!r} is a Hydra override; bench reads no configuration")
+    return bench(
+        Options(
+            cases=arguments.cases,
+            sequences=arguments.sequences,
+            longest=arguments.longest,
+            fill=arguments.fill,
+            modes=arguments.modes,
+            losses=arguments.losses or LOSS_NAMES,
+            runs=arguments.runs,
+            device=arguments.device,
+            engine_share=arguments.engine_share,
+            json=arguments.json,
+            plot=arguments.plot,
+            seed=arguments.seed,
+        )
+    )
 
 
 if __name__ == "__main__":

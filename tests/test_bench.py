@@ -1,0 +1,87 @@
+"""The bench command: what it measures is there, and the losses it measures are the same loss. No times."""
+
+import json
+
+import pytest
+
+from trinity_loss.bench.cases import GOALS, Case, make_micro_batch
+from trinity_loss.bench.losses import LOSS_NAMES
+from trinity_loss.bench.measure import measure
+from trinity_loss.cli import main
+
+TINY = ["bench", "--sequences", "2,5", "--longest", "12", "--fill", "0.5", "--runs", "1"]
+
+
+def bench(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit:
+        main([*TINY, *arguments])
+    return exit.value.code
+
+
+def test_json_has_every_case_and_cost(capsys):
+    modes = "token-mean,seq-mean-token-mean,seq-mean-token-sum,seq-mean-token-sum-norm"
+    assert bench("--modes", modes, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["cases"]) == 8
+    assert report["bandwidth"] > 0
+    for case in report["cases"]:
+        assert case["floor_seconds"] == pytest.approx(29 * case["tokens"] / report["bandwidth"])
+        assert {"verl", "ours"} <= set(case["losses"]) <= set(LOSS_NAMES)
+        for cost in case["losses"].values():
+            assert cost["seconds"] > 0
+            assert cost["loss_error"] <= 1e-6
+            assert cost["gradient_error"] <= 1e-6
+        ours, verl = case["losses"]["ours"], case["losses"]["verl"]
+        assert ours["host_reads"] == 1 < verl["host_reads"]
+        assert ours["operations"] < verl["operations"] / 2
+        assert ours["peak_bytes"] > 0
+
+
+def test_table_and_figure(capsys, tmp_path):
+    assert bench("--losses", "verl,ours", "--plot", str(tmp_path / "speed.png")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("2×12 fill 0.5" in line for line in lines) == 1
+    assert any("bytes per token" in line for line in lines)
+    assert (tmp_path / "speed.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--losses", "mine"], "--losses takes"),
+        (["--fill", "1.5"], "no list of numbers above 0 and up to 1"),
+        (["a.b=c"], "is a Hydra override"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(arguments, message, capsys):
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [*GOALS, Case(512, 64, 0.3, masked_rows=7), Case(1, 100, 1.0)])
+def test_lengths_are_what_the_case_says(case):
+    lengths = case.lengths(seed=0)
+    assert len(lengths) == case.sequences
+    assert lengths.min() >= 1
+    assert lengths.max() == case.longest
+    assert lengths.sum().item() == pytest.approx(case.fill * case.sequences * case.longest, rel=0.02)
+
+
+def test_masked_rows_change_no_value():
+    """The bench compares their cost; they are there, and none of their tokens counts."""
+    batch = make_micro_batch(Case(3, 20, 0.5, masked_rows=4))
+    assert len(batch.offsets) == 8
+    assert batch.data["response_mask"].values().sum() == batch.num_tokens
+
+
+def test_a_loss_that_differs_is_reported():
+    case = Case(3, 20, 0.5)
+
+    def double(*, model_output, data):
+        return 2 * model_output["log_probs"].values().sum() + model_output["entropy"].values().sum(), {}
+
+    def single(*, model_output, data):
+        return model_output["log_probs"].values().sum() + model_output["entropy"].values().sum(), {}
+
+    assert measure(case, {"single": single, "same": single}, runs=1).agrees
+    assert not measure(case, {"single": single, "double": double}, runs=1).agrees

@@ -1,0 +1,112 @@
+"""What a loss costs beside others: time, memory, operations and host reads, on the same micro-batches.
+
+The command is ``trinity-loss bench``. Needs verl, whose ``ppo_loss`` is what everything is measured against.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
+from trinity_loss.bench.losses import LOSS_NAMES, Unsupported, make_losses
+from trinity_loss.bench.measure import Result, measure, measure_bandwidth
+from trinity_loss.errors import ConfigError
+
+__all__ = ["CASE_SETS", "LOSS_NAMES", "Case", "Options", "Result", "bench", "measure"]
+
+CASE_SETS = {"goals": GOALS, "sweep": SWEEP, "scaling": SCALING}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and how to show it.
+
+    Attributes:
+        cases: A set by name, unless one of the next four is given: then all their combinations.
+        sequences: Numbers of sequences.
+        longest: Longest responses.
+        fill: Shares of sequences × longest that are response tokens.
+        modes: Aggregation modes.
+        losses: Which losses, of :data:`LOSS_NAMES`.
+        runs: Timed runs of each loss and case.
+        device: Where.
+        engine_share: Whether to measure the share of a whole step of verl's training worker too.
+        json: Print JSON instead of a table.
+        plot: File for a figure.
+        seed: Of lengths and values.
+    """
+
+    cases: str = "goals"
+    sequences: tuple[int, ...] = ()
+    longest: tuple[int, ...] = ()
+    fill: tuple[float, ...] = ()
+    modes: tuple[str, ...] = ()
+    losses: tuple[str, ...] = LOSS_NAMES
+    runs: int = 9
+    device: str = "cpu"
+    engine_share: bool = False
+    json: bool = False
+    plot: str | None = None
+    seed: int = 0
+
+
+def bench(options: Options) -> bool:
+    """Measures, prints and draws.
+
+    Returns:
+        Whether the losses' values and gradients agree with verl's.
+
+    Raises:
+        ConfigError: A loss or a set of cases that does not exist, or a device that is not here.
+        ImportError: verl or, for a plot, matplotlib is not installed.
+    """
+    import torch
+
+    from trinity_loss.bench import report
+
+    unknown = set(options.losses) - set(LOSS_NAMES)
+    if unknown or options.cases not in CASE_SETS:
+        raise ConfigError(f"--losses takes {', '.join(LOSS_NAMES)}; --cases takes {', '.join(CASE_SETS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds none")
+    threads = torch.get_num_threads()
+    # Time spent by this thread is all that is spent, and other processes do not count.
+    torch.set_num_threads(1)
+    try:
+        bandwidth = measure_bandwidth(options.device)
+        results = [_measure(case, options) for case in _cases(options)]
+        # Again at the end: a machine that slowed down meanwhile shows.
+        bandwidth = max(bandwidth, measure_bandwidth(options.device))
+    finally:
+        torch.set_num_threads(threads)
+    shares = {}
+    if options.engine_share:
+        from trinity_loss.bench.engine_share import measure_shares
+
+        shares = measure_shares(options.losses, options.runs)
+    if options.json:
+        print(json.dumps(report.as_dict(results, bandwidth, shares, options), indent=2))
+    else:
+        report.print_report(results, bandwidth, shares, options)
+    if options.plot is not None:
+        from trinity_loss.bench.figure import draw
+
+        draw(results, bandwidth, options.plot)
+    return all(result.agrees for result in results)
+
+
+def _cases(options: Options) -> tuple[Case, ...]:
+    if options.sequences or options.longest or options.fill or options.modes:
+        return product(options.sequences, options.longest, options.fill, options.modes)
+    return CASE_SETS[options.cases]
+
+
+def _measure(case: Case, options: Options) -> Result:
+    losses = {}
+    for name, make in make_losses(options.losses).items():
+        try:
+            losses[name] = make(case.mode)
+        except Unsupported:
+            continue
+    return measure(case, losses, device=options.device, runs=options.runs, seed=options.seed)

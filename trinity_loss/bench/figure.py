@@ -1,0 +1,59 @@
+"""The figure of a run. Imported only when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trinity_loss.bench.measure import Result
+
+_TITLES = {"sequences": "sequences", "longest": "longest response", "fill": "fill"}
+_LABELS = {"ours": "trinity_loss", "verl": "verl", "trinity": "Trinity-RFT"}
+
+
+def draw(results: Sequence[Result], bandwidth: float, path: str) -> None:
+    """Draws time against each size that varies while the others are those of the first case.
+
+    Where none varies alone, against the number of tokens.
+
+    Args:
+        results: What was measured.
+        bandwidth: Bytes per second, for the floor.
+        path: Where to write; the ending chooses the format.
+
+    Raises:
+        ImportError: matplotlib is not installed (extra ``tools``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = {name: curve for name in _TITLES if len(curve := _vary(results, name)) > 1}
+    curves = curves or {"tokens": sorted(((r.num_tokens, r) for r in results), key=lambda pair: pair[0])}
+    figure, panels = plt.subplots(
+        1, len(curves), figsize=(4.2 * len(curves), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (size, curve) in zip(panels[0], curves.items(), strict=True):
+        for name, label in _LABELS.items():
+            points = [(x, r.costs[name].seconds * 1e3) for x, r in curve if name in r.costs]
+            if points:
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        floor = [(x, r.floor_seconds(bandwidth) * 1e3) for x, r in curve]
+        panel.plot(*zip(*floor, strict=True), color="0.6", linestyle="--", label="memory floor")
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        if size != "fill":
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        panel.set_xlabel(_TITLES.get(size, "response tokens"))
+    panels[0][0].set_ylabel("forward + backward, ms")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _vary(results: Sequence[Result], name: str) -> list[tuple[float, Result]]:
+    """Cases that differ from the first in ``name`` only, in its order."""
+    base = vars(results[0].case) | {"goal": None}
+    found = {getattr(r.case, name): r for r in results if vars(r.case) | {"goal": None, name: base[name]} == base}
+    return sorted(found.items())
