@@ -34,12 +34,15 @@ class Training:
         folder: Where the run writes: ``output.log`` (all that verl prints), ``verl.jsonl`` (verl's own metrics),
             ``hydra/`` (the configuration).
         steps: The last step.
-        overrides: Hydra overrides for `cpu_grpo.yaml`.
+        overrides: Hydra overrides for the recipe.
         stall_timeout: Seconds without a new step after which the run counts as hanging.
+        recipe: A configuration in this folder that runs on a CPU.
     """
 
-    def __init__(self, folder: Path, steps: int, overrides: list[str], stall_timeout: float = 600) -> None:
-        self.folder, self.steps, self.stall_timeout = folder, steps, stall_timeout
+    def __init__(
+        self, folder: Path, steps: int, overrides: list[str], stall_timeout: float = 600, recipe: str = "cpu_grpo"
+    ) -> None:
+        self.folder, self.steps, self.stall_timeout, self.recipe = folder, steps, stall_timeout, recipe
         self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
         self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
         self.peak_memory = 0
@@ -69,7 +72,7 @@ class Training:
         address = f"{self._ray_folder}/fork.sock"
         launcher = launcher_command(address)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes")]
-        command += ["--config-name", "cpu_grpo", f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
+        command += ["--config-name", self.recipe, f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
         command += [f"ray_kwargs.ray_init.runtime_env.py_executable='{launcher}'", *self.overrides]
         with self.log.open("w") as log:
             self._fork_server, self._process = (

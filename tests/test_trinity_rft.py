@@ -1,18 +1,26 @@
 """Trinity-RFT's own loss, stock and scaled, under verl's contract."""
 
+import base64
 import pickle
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 from batches import cut, given_cut, make_sequences, run
 from trinity.algorithm import ENTROPY_LOSS_FN, KL_FN, POLICY_LOSS_FN
 from trinity.common.config import AlgorithmConfig
-from trinity.trainer.verl import losses
+from trinity.trainer.verl import losses, workers
+from verl.single_controller.base.decorator import MAGIC_ATTR
 
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
-from trinity_loss.trinity_rft import ScaledTrinityPolicyLoss, install
+from trinity_loss.trinity_rft import ScaledActorRolloutRefWorker, ScaledTrinityPolicyLoss, install
 
 STOCK = losses.TrinityPolicyLoss
+PLUGIN = Path(__file__).parent.parent / "recipes" / "trinity_plugins" / "engine_scaling.py"
 WITH_MODE = ("ppo", "opmd", "sft", "gspo", "topr", "cispo", "sft_is", "sft_phi", "sppo", "sapo", "importance_sampling")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 SAMPLES = make_sequences(8, seed=11, max_length=9)
@@ -132,8 +140,15 @@ def test_metrics_keep_the_unscaled_value():
     assert micro == pytest.approx(stock, rel=1e-12)
 
 
-def test_one_call_installs_it(monkeypatch):
+@pytest.fixture
+def stock(monkeypatch):
+    """Trinity-RFT as it is, also afterwards."""
     monkeypatch.setattr(losses, "TrinityPolicyLoss", STOCK)
+    monkeypatch.setattr(workers, "TrinityActorRolloutRefWorker", workers.TrinityActorRolloutRefWorker)
+
+
+@pytest.mark.usefixtures("stock")
+def test_one_call_installs_it():
     config = algorithm("ppo", "token-mean")
     assert type(losses.build_trinity_loss(config)) is STOCK
     install()
@@ -142,3 +157,31 @@ def test_one_call_installs_it(monkeypatch):
     assert type(loss) is ScaledTrinityPolicyLoss
     whole = gradient(STOCK(config), cut(SAMPLES))
     assert deviation(pickle.loads(pickle.dumps(loss)), cut(SAMPLES, 4), whole) < 1e-10
+
+
+WORKER_PROCESS = """
+import base64, pickle, sys
+worker_class, config = pickle.loads(base64.b64decode(sys.stdin.read()))
+worker = object.__new__(worker_class)
+worker.actor = type("Actor", (), {"set_loss_fn": lambda self, loss_fn: print(type(loss_fn).__name__)})()
+worker.set_trinity_config(config, "vllm", "namespace")
+"""
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_workers_that_load_no_plugin_build_it_too(installed):
+    """A worker process knows only what Ray sends: the class, by its name, and the configuration."""
+    if installed:
+        runpy.run_path(str(PLUGIN))
+    sent = base64.b64encode(cloudpickle.dumps((workers.TrinityActorRolloutRefWorker, algorithm("ppo", "token-mean"))))
+    said = subprocess.run([sys.executable, "-c", WORKER_PROCESS], input=sent, capture_output=True, check=True)
+    assert said.stdout.split()[-1].decode() == ("ScaledTrinityPolicyLoss" if installed else "TrinityPolicyLoss")
+
+
+def test_the_method_of_the_worker_is_dispatched_as_trinity_dispatches_it():
+    ours, theirs = (
+        getattr(kind.set_trinity_config, MAGIC_ATTR)
+        for kind in (ScaledActorRolloutRefWorker, ScaledActorRolloutRefWorker.__bases__[0])
+    )
+    assert ours == theirs

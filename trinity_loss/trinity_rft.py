@@ -1,18 +1,22 @@
 """Engine scaling for Trinity-RFT's own ``TrinityPolicyLoss``, without a fork.
 
 Trinity-RFT 0.6.0 computes local means, and verl's engines add them up: the gradient grows with the number of
-micro-batches. :func:`install` puts :class:`ScaledTrinityPolicyLoss` where Trinity-RFT builds its loss. Workers
-build it themselves, so the call belongs where Trinity-RFT loads code in every process, a plugin file::
+micro-batches. :func:`install` puts :class:`ScaledTrinityPolicyLoss` where Trinity-RFT builds its loss. The call
+belongs in a plugin file, in a directory that ``--plugin-dir`` or TRINITY_PLUGIN_DIRS names::
 
-    # plugins/engine_scaling.py, in a directory that TRINITY_PLUGIN_DIRS names
+    # plugins/engine_scaling.py
     import trinity_loss.trinity_rft
     trinity_loss.trinity_rft.install()
+
+Trinity-RFT loads it in the process of its trainer. The training workers, which build the loss, load no plugins: they
+get :class:`ScaledActorRolloutRefWorker` from there, and with it this module.
 
 This module needs Trinity-RFT; everything else here does without.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -22,7 +26,8 @@ from trinity.algorithm.policy_loss_fn.chord_policy_loss import MIXCHORDPolicyLos
 from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.algorithm.policy_loss_fn.mix_policy_loss import MIXPolicyLossFn
 from trinity.algorithm.policy_loss_fn.rec_policy_loss import RECPolicyLossFn
-from trinity.trainer.verl import losses
+from trinity.trainer.verl import losses, workers
+from verl.single_controller.base.decorator import Dispatch, register
 
 from trinity_loss.aggregation import Totals
 from trinity_loss.batch import MicroBatchData, get_value, read_totals
@@ -188,6 +193,20 @@ def _check_width(data: MicroBatchData, totals: Totals) -> None:
         )
 
 
+class ScaledActorRolloutRefWorker(workers.TrinityActorRolloutRefWorker):  # type: ignore[misc, name-defined]
+    """Trinity-RFT's training worker, which builds the scaled loss."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+    def set_trinity_config(self, algo_config: Any, rollout_engine_type: str, ray_namespace: str) -> None:
+        losses.TrinityPolicyLoss = ScaledTrinityPolicyLoss
+        super().set_trinity_config(algo_config, rollout_engine_type, ray_namespace)
+
+
 def install() -> None:
-    """Makes Trinity-RFT build :class:`ScaledTrinityPolicyLoss`, in this process. A second call changes nothing."""
+    """Makes Trinity-RFT build :class:`ScaledTrinityPolicyLoss`, in this process and in the training workers that it
+    starts from here on. A second call changes nothing.
+    """
     losses.TrinityPolicyLoss = ScaledTrinityPolicyLoss
+    for module in (workers, sys.modules.get("trinity.trainer.verl.trainer")):
+        if module is not None:
+            module.TrinityActorRolloutRefWorker = ScaledActorRolloutRefWorker  # type: ignore[attr-defined]

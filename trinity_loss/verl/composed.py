@@ -36,7 +36,10 @@ def compose(
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir} is no folder")
     if folder != verls:
-        overrides = [*overrides, f"hydra.searchpath=[file://{verls}]"]
+        overrides = [
+            *overrides,
+            f"hydra.searchpath={[*_search_path(folder / f'{config_name}.yaml'), f'file://{verls}']}",
+        ]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(folder), version_base=None):
@@ -45,6 +48,12 @@ def compose(
             return config
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{config_name} cannot be composed: {_first_line(error)}") from error
+
+
+def _search_path(file: Path) -> list[str]:
+    """What a configuration says of its search path itself, which an override would replace."""
+    own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") if file.is_file() else None
+    return list(own or ())
 
 
 def _verl_folder() -> str:
