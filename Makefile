@@ -6,13 +6,15 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup train compare test lint format clean
+.PHONY: help setup train compare soak test test-all lint format clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
 	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 ARGS='hydra overrides'"
 	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
-	@echo "make test              run the tests: ARGS='pytest arguments'"
+	@echo "make test              run the fast tests: ARGS='pytest arguments'"
+	@echo "make test-all          run all tests, those that train and build for minutes too"
+	@echo "make soak              train again and again, then for long: does it leave anything, does memory grow?"
 	@echo "make lint | format     check | fix the style"
 	@echo "make clean             remove caches, builds and runs"
 
@@ -32,6 +34,12 @@ compare: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest -m "" $(ARGS)
+
+soak: setup
+	$(BIN)/python recipes/soak.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -45,7 +45,7 @@ class Training:
         self.folder, self.steps, self.stall_timeout, self.recipe = folder, steps, stall_timeout, recipe
         self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
         self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
-        self.peak_memory = 0
+        self.memory = self.peak_memory = 0
         self._measured = 0.0
         self._mark = uuid.uuid4().hex
 
@@ -121,6 +121,11 @@ class Training:
                 raise TrainingFailed(f"no step for {self.stall_timeout:.0f} s after step {step}: {self._error()}")
             time.sleep(0.2)
 
+    def left_behind(self) -> list[str]:
+        """Return what outlived the run, after its end: processes and Ray's folder."""
+        processes = [f"process {process.pid}" for process in self._processes()]
+        return processes + [self._ray_folder] * Path(self._ray_folder).exists()
+
     def _read_lines(self, position: int) -> tuple[list[bytes], int]:
         if not self.metrics.exists():
             return [], position
@@ -151,7 +156,7 @@ class Training:
                 total += process.memory_full_info().pss  # Shared pages count once.
             except psutil.Error:
                 continue
-        self.peak_memory = max(self.peak_memory, total)
+        self.memory, self.peak_memory = total, max(self.peak_memory, total)
 
     def _stop(self) -> None:
         if self._process.poll() is None:

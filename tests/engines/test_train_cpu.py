@@ -127,3 +127,21 @@ RuntimeError: Sync replay buffer selected terminal groups with no materializable
 """
     assert find_error(log).splitlines()[-1] == "KeyError: 'cause'"
     assert find_error("just\nlines").endswith("just\nlines")
+
+
+@pytest.mark.slow
+def test_soak_for_a_moment(tmp_path):
+    command = [sys.executable, RECIPES / "soak.py", "--runs", "1", "--steps", "3", "--folder", tmp_path / "soak"]
+    output = finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    assert "left behind: nothing" in output
+    memory = [json.loads(line) for line in (tmp_path / "soak" / "memory.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in memory] == [1, 2, 3]
+    assert all(record["bytes"] > 2**28 for record in memory)
+    assert (tmp_path / "soak" / "memory.png").exists()
+
+
+def test_soak_tells_memory_that_grows():
+    from soak import GROWTH, growth
+
+    assert growth([10, *[100] * 99]) == 0
+    assert growth([100 + step for step in range(100)]) > GROWTH

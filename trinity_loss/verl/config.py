@@ -13,7 +13,10 @@ from trinity_loss.aggregation import aggregation_mode_names
 from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.registry import get_policy_loss
+from trinity_loss.verl.compat import warn_if_untested
 from trinity_loss.verl.worker import install
+
+warn_if_untested()
 
 #: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
 _ACTOR_ARGUMENTS = ("tau_pos", "tau_neg")

@@ -1,0 +1,115 @@
+"""Trains again and again, then for long, and says what was left behind and whether memory grew.
+
+Leaves in ``runs/soak`` the memory after each step of the long run (``memory.jsonl``) and a picture (``memory.png``).
+Ends with code 1 if a run failed or left a process or a file behind, or if memory grew.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from training import ROOT, Training, TrainingFailed
+
+SHORT_STEPS = 2
+GROWTH = 0.05  # Of the last fifth of a long run over its second; the first still warms up.
+FEWEST = 50  # Steps below which such a comparison says nothing.
+
+
+def short_run(folder: Path) -> list[str]:
+    """Train two steps and return what that left behind, beside what it is told to write."""
+    files = set(ROOT.iterdir())
+    with Training(folder, SHORT_STEPS, overrides(folder)) as training:
+        for _ in training.records():
+            pass
+    temporary = list(Path(tempfile.gettempdir()).iterdir())
+    return training.left_behind() + [str(path) for path in [*temporary, *set(ROOT.iterdir()) - files]]
+
+
+def long_run(folder: Path, steps: int) -> list[int]:
+    """Train ``steps`` steps and return the memory of all processes together after each, in bytes."""
+    memory = []
+    with Training(folder, steps, overrides(folder)) as training, (folder / "memory.jsonl").open("w") as log:
+        for record in training.records():
+            memory.append(training.memory)
+            log.write(json.dumps({"step": record["step"], "bytes": training.memory}) + "\n")
+            log.flush()
+            print(f"step {record['step']:>4}/{steps}  {training.memory / 2**20:.0f} MiB  {record['seconds']:.1f} s")
+    return memory
+
+
+def overrides(folder: Path) -> list[str]:
+    return [f"trainer.default_local_dir={folder / 'checkpoints'}"]
+
+
+def growth(memory: list[int]) -> float:
+    """Return by what share the last fifth lies above the second, in the median."""
+    fifth = len(memory) // 5
+    return median(memory[-fifth:]) / median(memory[fifth : 2 * fifth]) - 1
+
+
+def draw(memory: list[int], file: Path) -> None:
+    """Draw the memory after each step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    axis.plot(range(1, len(memory) + 1), [size / 2**20 for size in memory])
+    axis.set(xlabel="step", ylabel="MiB, all processes", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def soak(folder: Path, runs: int, steps: int) -> list[str]:
+    """Return what went wrong, a sentence each."""
+    wrong = []
+    for number in range(1, runs + 1):
+        started = time.monotonic()
+        left = short_run(folder / "short")
+        wrong += [f"run {number} left {what}" for what in left]
+        print(f"run {number}/{runs}  {time.monotonic() - started:.0f} s  left behind: {', '.join(left) or 'nothing'}")
+    if steps:
+        memory = long_run(folder / "long", steps)
+        draw(memory, folder / "memory.png")
+        shutil.copy(folder / "long" / "memory.jsonl", folder)
+        if len(memory) >= FEWEST:
+            grown = growth(memory)
+            print(f"memory: {max(memory) / 2**20:.0f} MiB at most, {grown:+.1%} from the second fifth to the last")
+            if grown > GROWTH:
+                wrong.append(f"memory grew by {grown:.1%}, more than {GROWTH:.0%}")
+    return wrong
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20, help="short runs (default: 20)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of the long run; 0: none (default: 500)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="what it writes")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    # Of its own, so that what a run leaves there is seen. Short: sockets are made in it.
+    temporary = tempfile.mkdtemp(prefix="soak-", dir="/tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    try:
+        wrong = soak(folder, options.runs, options.steps)
+    except TrainingFailed as failure:
+        wrong = [f"training failed: {failure}"]
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print("\n".join(wrong) or "nothing went wrong")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""verl is still what this package leans on, and another version of it is said to be one."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import trinity_loss
+from trinity_loss.verl import compat
+
+PACKAGE = Path(trinity_loss.__file__).parent
+
+
+def imported_from_verl():
+    """Every name that a file of ours imports from verl, whether at its head or late."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "verl":
+                for alias in node.names:
+                    yield str(file.relative_to(PACKAGE)), node.module, alias.name
+
+
+@pytest.mark.parametrize("point", compat.POINTS, ids=lambda point: f"{point.where}-{point.used_by}")
+def test_a_point_is_where_it_was(point):
+    assert (PACKAGE / point.used_by).is_file()
+    assert point.problem() is None
+
+
+@pytest.mark.parametrize(("file", "module", "name"), sorted(set(imported_from_verl())))
+def test_what_a_file_imports_is_there(file, module, name):
+    if module == "verl.utils.megatron_utils":
+        pytest.importorskip("megatron.core")
+    try:
+        found = hasattr(importlib.import_module(module), name)
+    except ImportError as error:
+        found, name = False, f"{name} ({error})"
+    assert found or importlib.util.find_spec(f"{module}.{name}"), f"verl has no {module}:{name}, which {file} imports"
+
+
+@pytest.mark.parametrize(
+    ("where", "has", "says"),
+    [
+        ("verl.workers.engine_workers:TrainingWorker.gone", (), r"no .*gone any more, which trinity_loss/a\.py uses"),
+        ("verl.gone:TrainingWorker", (), r"no verl\.gone:TrainingWorker any more"),
+        ("verl.workers.utils.losses:ppo_loss", ("config", "batch"), r"ppo_loss has no batch; .*expects config, batch"),
+        (
+            "verl.workers.utils.losses:ppo_loss",
+            ("data", "config"),
+            r"takes its arguments as config, model_output, data",
+        ),
+        ("verl.workers.config:ActorConfig", ("loss_mode",), r"ActorConfig has no loss_mode"),
+        ("verl.utils.metric:AggregationType", ("MEDIAN",), r"AggregationType has no MEDIAN"),
+    ],
+)
+def test_what_moved_is_said_in_a_sentence(where, has, says):
+    said = compat.Point(where, "a.py", has).problem()
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(said)
+
+
+def test_another_version_is_named(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda _: "1.0.0")
+    with pytest.warns(UserWarning, match=r"tested beside verl 0\.9\.1; this is verl 1\.0\.0"):
+        compat.warn_if_untested()
+
+
+def test_the_tested_version_is_the_installed_and_the_pinned_one():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.warn_if_untested()
+    assert f"verl=={compat.TESTED}" in (PACKAGE.parent / "pyproject.toml").read_text()
+
+
+def test_the_adapter_warns_once_where_it_is_imported():
+    code = (
+        "import importlib.metadata as m, warnings; real = m.version\n"
+        "m.version = lambda name: '1.0.0' if name == 'verl' else real(name)\n"
+        "from trinity_loss.verl import PolicyLossConfig\n"
+        "PolicyLossConfig(); PolicyLossConfig()\n"
+        "import trinity_loss.verl.config\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert said.count("tested beside verl 0.9.1; this is verl 1.0.0") == 1

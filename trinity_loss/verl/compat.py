@@ -1,0 +1,152 @@
+"""The points of verl that this package leans on, each with the file that does, and the version they were tested with.
+
+Imports nothing of verl itself: ``config.py`` imports this while a worker starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+TESTED = "0.9.1"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something of verl that has to be where it is and as it is.
+
+    Attributes:
+        where: ``module:name``, the name with dots.
+        used_by: Our file, below ``trinity_loss/``.
+        has: Parameters of a function, in this order; fields of a dataclass; attributes of anything else.
+    """
+
+    where: str
+    used_by: str
+    has: tuple[str, ...] = ()
+
+    def problem(self) -> str | None:
+        """What moved, in a sentence; None if nothing did."""
+        module, _, name = self.where.partition(":")
+        found: Any
+        try:
+            found = importlib.import_module(module)
+            for part in filter(None, name.split(".")):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            return f"verl has no {self.where} any more, which trinity_loss/{self.used_by} uses: {error}"
+        names = _names_of(found, self.has)
+        missing = [wanted for wanted in self.has if wanted not in names]
+        moved = not missing and inspect.isroutine(found) and [n for n in names if n in self.has] != list(self.has)
+        if not (missing or moved):
+            return None
+        what = f"has no {', '.join(missing)}" if missing else f"takes its arguments as {', '.join(names)}"
+        return f"verl's {self.where} {what}; trinity_loss/{self.used_by} expects {', '.join(self.has)}"
+
+
+def _names_of(found: Any, wanted: tuple[str, ...]) -> list[str]:
+    if inspect.isroutine(found):
+        return list(inspect.signature(found).parameters)
+    if is_dataclass(found):
+        return [field.name for field in fields(found)]
+    return [name for name in wanted if hasattr(found, name)]
+
+
+_WORKERS = "verl.workers.engine_workers"
+_ENGINE = "verl.workers.engine.base:BaseEngine"
+_FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+POINTS = (
+    # How the loss is selected, and exchanged in the worker.
+    Point(f"{_WORKERS}:ActorRolloutRefWorker", "verl/worker.py", ("actor_worker_cls", "init_model")),
+    Point(f"{_WORKERS}:TrainingWorker.set_loss_fn", "verl/worker.py", ("self", "loss_fn")),
+    Point(f"{_WORKERS}:TrainingWorker.train_batch", "verl/worker.py", ("self", "data")),
+    Point(f"{_WORKERS}:TrainingWorker.train_mini_batch", "verl/worker.py", ("self", "data")),
+    Point("verl.workers.utils.losses:ppo_loss", "verl/worker.py", ("config", "model_output", "data", "dp_group")),
+    Point("verl.trainer.distillation.losses:distillation_ppo_loss", "doctor.py", ("config", "distillation_config")),
+    Point(
+        "verl.single_controller.base.decorator:register",
+        "verl/worker.py",
+        ("dispatch_mode", "execute_mode", "blocking"),
+    ),
+    Point("verl.single_controller.base.decorator:Dispatch", "verl/worker.py", ("ONE_TO_ALL",)),
+    Point(
+        "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn", "verl/worker.py", ("mesh_name",)
+    ),
+    Point(
+        _ENGINE,
+        "verl/worker.py",
+        ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "is_mp_src_rank_with_outputs"),
+    ),
+    Point(_ENGINE, "verl/harness/rank.py", ("forward_backward_batch", "optimizer_step")),
+    Point(f"{_FSDP}.forward_step", "verl/harness/rank.py", ("self", "micro_batch", "loss_function")),
+    Point("verl.utils.config:omega_conf_to_dataclass", "verl/composed.py", ("config",)),
+    # What config.py reads.
+    Point(
+        "verl.workers.config:ActorConfig",
+        "verl/config.py",
+        (
+            *("policy_loss", "loss_agg_mode", "loss_scale_factor", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+            *("clip_ratio_c", "tau_pos", "tau_neg", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
+        ),
+    ),
+    Point("verl.workers.config:PolicyLossConfig", "verl/config.py", ("loss_mode", "dro_beta", "rollout_correction")),
+    Point(
+        "verl.trainer.config:RolloutCorrectionConfig",
+        "verl/config.py",
+        (
+            *("loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
+            *("rollout_rs", "rollout_rs_threshold"),
+        ),
+    ),
+    # How metrics travel, and how data does.
+    Point("verl.utils.metric:Metric.__init__", "metric_set.py", ("self", "aggregation", "value")),
+    Point("verl.utils.metric:Metric.aggregate_dp", "verl/worker.py", ("metric_lists",)),
+    Point("verl.utils.metric:AggregationType", "metric_set.py", ("SUM", "MIN", "MAX")),
+    Point("verl.utils.metric:reduce_metrics", "verl/harness/rank.py", ("metrics",)),
+    Point("verl.utils.tensordict_utils:get", "verl/worker.py", ("tensordict", "key", "default")),
+    Point("verl.utils.tensordict_utils:assign_non_tensor", "verl/worker.py", ("tensor_dict", "kwargs")),
+    Point("verl.utils.device:get_device_id", "verl/worker.py"),
+    Point("verl.utils.seqlen_balancing:rearrange_micro_batches", "invariance/cuts.py", ("batch", "max_token_len")),
+    Point("verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY", "candidates.py"),
+    # verl on a CPU.
+    Point("verl.plugin.platform:PlatformRegistry.register", "verl/cpu/platform.py", ("platform",)),
+    Point("verl.workers.engine:EngineRegistry.register", "verl/cpu/engine.py", ("model_type", "backend", "device")),
+    Point("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "verl/cpu/rollout.py", ("name", "loader")),
+    Point("verl.workers.rollout.base:_ROLLOUT_REGISTRY", "verl/cpu/rollout.py", ("__setitem__",)),
+    Point(f"{_FSDP}._build_fsdp_module", "verl/cpu/engine.py", ("self", "module")),
+    Point(
+        "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
+        "verl/cpu/sampler.py",
+        ("self", "partition_id"),
+    ),
+)
+
+
+def problems() -> Iterator[str]:
+    """A sentence for each point that is no longer what it was."""
+    return filter(None, (point.problem() for point in POINTS))
+
+
+def warn_if_untested() -> None:
+    """Says beside which verl this package was tested, if that is not the one that is installed."""
+    try:
+        installed = version("verl")
+    except PackageNotFoundError:
+        installed = "of no known version"
+    if installed != TESTED:
+        warnings.warn(
+            f"trinity_loss was tested beside verl {TESTED}; this is verl {installed}. "
+            "`python -m trinity_loss.verl.compat` says whether what it leans on has moved",
+            stacklevel=2,
+        )
+
+
+if __name__ == "__main__":
+    moved = list(problems())
+    print("\n".join(moved) or f"all {len(POINTS)} points of verl are where they were")
+    raise SystemExit(bool(moved))
