@@ -99,7 +99,8 @@ def kl_estimate(log_prob: Tensor, ref: float, kind: str) -> Tensor:
     if kind in ("kl", "k1"):
         return difference
     if kind == "abs":
-        return -difference if difference < 0 else difference
+        # Where the policies agree the gradient is 0, as autograd has it: the first step of a run.
+        return difference * float(difference > 0) - difference * float(difference < 0)
     if kind in ("mse", "k2"):
         return 0.5 * difference**2
     if kind in ("low_var_kl", "k3"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -336,8 +336,9 @@ def aggregate_loss(
     if loss_mat.is_nested:
         if not loss_mask.is_nested or segment_ids is not None:
             raise FieldShapeError("loss_mat is jagged; loss_mask must be jagged too, segment_ids None")
-        # `values` keeps the graph of the losses.
-        losses = loss_mat.contiguous().values()
+        # Both keep the graph of the losses, which a contiguous copy of a narrowed tensor does not.
+        narrowed = cast(Any, loss_mat).lengths() is not None
+        losses = torch.cat(loss_mat.unbind()) if narrowed else loss_mat.values()
         mask, offsets = jagged_parts(loss_mask)
         if losses.shape != mask.shape:
             raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {mask.numel()}")

@@ -103,7 +103,8 @@ class Source:
         if self.index is not None:
             gradient = torch.zeros_like(self.values).scatter_(0, self.index, gradient)
         if is_jagged(self.tensor):
-            return torch.nested.nested_tensor_from_jagged(gradient, offsets=jagged_parts(self.tensor)[1])
+            jagged: Any = self.tensor
+            return torch.nested.nested_tensor_from_jagged(gradient, offsets=jagged.offsets(), lengths=jagged.lengths())
         return gradient.reshape(self.tensor.shape)
 
 
@@ -268,7 +269,7 @@ def read_micro_batch(
         data=data,
         tokens=tokens,
         log_probs=source,
-        entropy=None if entropy is None else _entropy_source(entropy, source),
+        entropy=None if entropy is None else _entropy_source(entropy, log_probs, index),
         totals=read_totals(data),
         shape=shape,
         faults=faults,
@@ -278,22 +279,33 @@ def read_micro_batch(
 def _make_source(tensor: Any, index: Tensor | None) -> Source:
     if not is_jagged(tensor):
         return Source(tensor, tensor.detach().reshape(-1), index)
-    if tensor.lengths() is not None:
-        tensor = tensor.contiguous()
-    values, _ = jagged_parts(tensor)
     # An engine makes the jagged tensor as a view of flat values. Their graph is the view's; a gradient that
     # enters there skips the backward of the view, which costs more than the rest of a small micro-batch.
     inner = tensor._values
-    return Source(inner if inner.requires_grad else tensor, values, index)
+    if tensor.lengths() is not None:
+        # Narrowed: there are gaps between the sequences, and torch has no gradient of a copy without them.
+        places = torch.cat([torch.arange(a, a + n) for a, n in _extents(tensor)]).to(inner.device)
+        index = places if index is None else places.index_select(0, index)
+    return Source(inner if inner.requires_grad else tensor, inner.detach(), index)
 
 
-def _entropy_source(entropy: Tensor, log_probs: Source) -> Source:
-    values = _make_source(entropy, None).values
-    if values.shape != log_probs.values.shape:
-        raise FieldShapeError(
-            f"entropy holds {list(values.shape)} values; expected as many as log_probs, {list(log_probs.values.shape)}"
-        )
-    return _make_source(entropy, log_probs.index)
+def _extents(narrowed: Any) -> list[tuple[int, int]]:
+    """Where each sequence of a narrowed jagged tensor starts in its values, and its length (read to the host)."""
+    starts = narrowed.offsets()[: narrowed.shape[0]]
+    return list(zip(starts.tolist(), narrowed.lengths().tolist(), strict=True))
+
+
+def _num_values(tensor: Any) -> int:
+    if is_jagged(tensor):
+        return sum(n for _, n in _extents(tensor)) if tensor.lengths() is not None else tensor._values.numel()
+    return tensor.numel()
+
+
+def _entropy_source(entropy: Tensor, log_probs: Tensor, index: Tensor | None) -> Source:
+    found, expected = _num_values(entropy), _num_values(log_probs)
+    if found != expected:
+        raise FieldShapeError(f"entropy holds {[found]} values; expected as many as log_probs, {[expected]}")
+    return _make_source(entropy, index)
 
 
 def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, str]]) -> Tensor:

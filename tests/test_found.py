@@ -1,0 +1,83 @@
+"""What the generated examples found, each by itself and as small as it is.
+
+They come from ``test_generated`` and from the table of bad inputs; each says what went wrong before.
+"""
+
+import math
+
+import pytest
+import torch
+from batches import cut, sequence
+from forms import Form, jagged, play, play_alone
+from ours import check, in_mode
+
+from trinity_loss import LossConfig, TrinityPolicyLoss, aggregate_loss
+
+NARROWED = (torch.tensor([[9.0, -1, 9, -2], [9, -3, -4, 9]], dtype=torch.float64), [1, 0], [2, 3])
+
+
+def narrowed(buffer, starts, lengths):
+    leaf = buffer.clone().requires_grad_()
+    return leaf, torch.nested.narrow(leaf, 1, torch.tensor(starts), torch.tensor(lengths), layout=torch.jagged)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_narrowed_log_probs_have_a_gradient(both):
+    """The loss of a narrowed jagged tensor had no graph: it was made contiguous where nothing was recorded.
+
+    Torch has no gradient of that copy either, so the loss reads the values where they lie.
+    """
+    leaf, log_probs = narrowed(*NARROWED)
+    entropy_leaf, entropy = narrowed(*NARROWED)
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    data = {
+        "response_mask": jagged(torch.ones(3), [1, 2], "contiguous"),
+        "prompts": jagged(torch.ones(2), [1, 1], "contiguous"),
+        "advantages": jagged(values, [1, 2], "narrowed"),
+    }
+    if not both:
+        entropy = jagged(torch.zeros(5, dtype=torch.float64), [2, 3], "contiguous")
+    config = LossConfig(loss_mode="gpg", loss_agg_mode="token-sum", entropy_coeff=0.5)
+    loss, _ = TrinityPolicyLoss(config)(model_output={"log_probs": log_probs, "entropy": entropy}, data=data)
+    loss.backward()
+    assert leaf.grad.tolist() == [[0, -1, 0, 0], [-2, -3, 0, 0]]
+    if both:
+        assert entropy_leaf.grad.tolist() == [[0, -0.5, 0, 0], [-0.5, -0.5, 0, 0]]
+
+
+def test_narrowed_token_losses_have_a_gradient():
+    """``aggregate_loss`` of a narrowed tensor raised in backward: torch has no gradient of a contiguous copy."""
+    leaf, losses = narrowed(*NARROWED)
+    mask = jagged(torch.tensor([1, 0, 1, 1, 1]), [2, 3], "narrowed")
+    ratio = aggregate_loss(losses, mask, "token-mean")
+    assert ratio.value().item() == (-1 + 9 - 3 - 4) / 4
+    ratio.value().backward()
+    assert leaf.grad.tolist() == [[0, 0.25, 0, 0], [0.25, 0.25, 0.25, 0]]
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded", "packed"])
+def test_where_policy_and_reference_agree_abs_kl_pulls_nowhere(layout):
+    """The first step of every run. The oracle took 1 for the slope of |x| at 0, where torch and verl have 0."""
+    settings = in_mode("token-mean", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="abs")
+    got = check(settings, cut((sequence(2), sequence(1))), layout)
+    assert not got.log_prob_grad.any()
+
+
+def test_a_response_of_no_token_is_nowhere_in_a_packed_row():
+    """Only the totals know that it exists: shares are right, and a local mean counts one sequence less."""
+    samples = (sequence(2, advantages=-1.0), sequence(0))
+    settings = in_mode("seq-mean-token-mean")
+    form = Form(layout="packed")
+    assert play(settings, samples, (((0, 1),),), form).loss == pytest.approx(0.5)
+    assert play_alone(settings, samples, form).loss == pytest.approx(1.0)
+    assert play_alone(settings, samples, Form(layout="dense")).loss == pytest.approx(0.5)
+
+
+def test_a_deviation_of_equal_weights_is_near_zero():
+    """From moments it is the root of a difference that cancels: 0 to eight digits, not to sixteen."""
+    samples = tuple(sequence(n, old_log_probs=-1.3, rollout_log_probs=-1.4) for n in (1, 2, 3))
+    settings = in_mode("token-mean", rollout_metrics="token")
+    for ranks in ((((0, 1, 2),),), (((0,), (1,), (2,)),)):
+        std = play(settings, samples, ranks, Form()).metrics["rollout_corr/rollout_is_std"]
+        assert math.isfinite(std)
+        assert abs(std) < 1e-7
