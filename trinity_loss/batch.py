@@ -131,7 +131,7 @@ class MicroBatch:
     shape: torch.Size | None
     faults: list[tuple[Tensor, str]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Type that everything is computed in: float32, or float64 where the log-probs are."""
         return torch.promote_types(self.log_probs.values.dtype, torch.float32)
@@ -343,10 +343,12 @@ def _nested_index(
     faults.append(((prompt_lengths < 1).any(), "a prompt is empty; the first response token needs one before it"))
     ends = _sequence_ends(log_probs, prompt_lengths + tokens.lengths, faults)
     assert tokens.offsets is not None
-    shift = ends - 1 - tokens.offsets[1:]
-    return torch.arange(tokens.size, device=shift.device) + torch.repeat_interleave(
-        shift, tokens.lengths, output_size=tokens.size
-    )
+    # The place of token t is t - 1 plus all prompts up to its own: steps of 1, and of a prompt more where a response
+    # starts. Adding them up costs a fifth of `repeat_interleave` on a CPU.
+    prompts_so_far = torch.cat([tokens.offsets[:1] + 2, ends - tokens.offsets[1:]])
+    steps = torch.ones(tokens.size + 1, dtype=torch.int64, device=prompts_so_far.device)
+    steps.index_add_(0, tokens.offsets[:-1], prompts_so_far.diff().to(torch.int64))
+    return torch.cumsum(steps, 0, out=steps)[:-1]
 
 
 def _padded_index(

@@ -34,12 +34,13 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 
 def _k3(difference: Tensor) -> ValueAndDerivative:
     # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
-    negative = (-difference).clamp_(-_INPUT_LIMIT, _INPUT_LIMIT)
-    growth = torch.expm1(negative)
-    unclamped = growth - negative
+    negative = -difference
+    clamped = negative.clamp(-_INPUT_LIMIT, _INPUT_LIMIT)
+    growth = torch.expm1(clamped)
+    moves = negative.eq_(clamped)
+    unclamped = torch.sub(growth, clamped, out=clamped)
     value = unclamped.clamp(max=_OUTPUT_LIMIT)
-    moves = unclamped.le_(_OUTPUT_LIMIT).mul_(difference.abs().le_(_INPUT_LIMIT))
-    return value, growth.neg_().mul_(moves)
+    return value, growth.neg_().mul_(moves).mul_(unclamped.eq_(value))
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

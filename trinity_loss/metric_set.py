@@ -172,7 +172,7 @@ class MetricSet:
         by_type: dict[torch.dtype, list[str]] = {}
         for name, scalar in everything.items():
             by_type.setdefault(scalar.dtype, []).append(name)
-        stacks = [torch.stack([everything[name].detach() for name in names]) for names in by_type.values()]
+        stacks = [torch.stack([everything[name] for name in names]) for names in by_type.values()]
         numbers = torch.cat([stack.to(torch.float64) for stack in stacks]).tolist()
         values = dict(zip([name for names in by_type.values() for name in names], numbers, strict=True))
         for name, entry in self.entries.items():

