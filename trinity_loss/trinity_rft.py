@@ -35,6 +35,7 @@ from trinity_loss.errors import BatchError, ConfigError, TotalsError
 from trinity_loss.tokens import is_jagged, jagged_parts
 
 _StockLoss = losses.TrinityPolicyLoss
+_StockWorker = workers.TrinityActorRolloutRefWorker
 _PARTS = (
     "it adds an average over the usual rows and one over the expert rows, each with a count of its own that no engine "
     "counts over the mini-batch; train the two parts as two losses"
@@ -193,7 +194,7 @@ def _check_width(data: MicroBatchData, totals: Totals) -> None:
         )
 
 
-class ScaledActorRolloutRefWorker(workers.TrinityActorRolloutRefWorker):  # type: ignore[misc, name-defined]
+class ScaledActorRolloutRefWorker(_StockWorker):  # type: ignore[misc, valid-type]
     """Trinity-RFT's training worker, which builds the scaled loss."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
@@ -207,6 +208,7 @@ def install() -> None:
     starts from here on. A second call changes nothing.
     """
     losses.TrinityPolicyLoss = ScaledTrinityPolicyLoss
-    for module in (workers, sys.modules.get("trinity.trainer.verl.trainer")):
-        if module is not None:
-            module.TrinityActorRolloutRefWorker = ScaledActorRolloutRefWorker  # type: ignore[attr-defined]
+    # Trinity-RFT's trainer, which imports the name, may be imported already.
+    for name in (workers.__name__, "trinity.trainer.verl.trainer"):
+        if name in sys.modules:
+            setattr(sys.modules[name], _StockWorker.__name__, ScaledActorRolloutRefWorker)
