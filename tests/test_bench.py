@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trinity_loss.bench.cases import GOALS, Case, make_micro_batch
-from trinity_loss.bench.losses import LOSS_NAMES
+from trinity_loss.bench.losses import LOSS_NAMES, make_losses
 from trinity_loss.bench.measure import measure
 from trinity_loss.cli import main
 
@@ -72,6 +72,23 @@ def test_masked_rows_change_no_value():
     batch = make_micro_batch(Case(3, 20, 0.5, masked_rows=4))
     assert len(batch.offsets) == 8
     assert batch.data["response_mask"].values().sum() == batch.num_tokens
+
+
+def test_memory_and_operations_follow_the_tokens_that_count():
+    """Not the longest response, nor rows without a token, nor the number of sequences."""
+
+    def cost(case):
+        result = measure(case, {"ours": make_losses(["ours"])["ours"]("token-mean")}, runs=1)
+        return result.costs["ours"].peak_bytes / result.num_tokens, result.costs["ours"].operations
+
+    base, operations = cost(Case(16, 2000, 0.5))
+    for same in (Case(16, 4000, 0.25), Case(160, 2000, 0.5), Case(1, 16000, 1.0), Case(512, 32, 1.0)):
+        bytes_per_token, count = cost(same)
+        assert bytes_per_token == pytest.approx(base, rel=0.05)
+        # A sum of many numbers is made of two operations more.
+        assert abs(count - operations) <= 4
+    # 16 tokens each that do not count: a tenth more.
+    assert cost(Case(16, 2000, 0.5, masked_rows=100))[0] == pytest.approx(1.1 * base, rel=0.05)
 
 
 def test_a_loss_that_differs_is_reported():

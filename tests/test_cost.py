@@ -1,6 +1,7 @@
 """What a call costs, counted: host reads and ATen operations, whatever the number of sequences."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from batches import LAYOUTS, Options, build, cut, make_leaves, make_sequences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.bench.cases import Case, MicroBatch, make_micro_batch
 
 #: Operations that wait for the device: they read a number or a size that only the data tell.
 READS = {
@@ -135,7 +137,28 @@ def test_nothing_of_tokens_times_sequences(mode, layout):
     assert tokens * 64 > 10 * (tokens + prompts)
 
 
-def test_bit_identical_from_run_to_run():
-    config = LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01, use_kl_loss=True)
-    losses = [EnginePolicyLoss(config)(**engine_call(30, "nested", torch.float32))[0].detach() for _ in range(2)]
-    assert torch.equal(*losses)
+def outcome(batch: MicroBatch, mode: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    config = LossConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+    loss, _ = EnginePolicyLoss(config)(model_output=batch.model_output(), data=batch.data)
+    loss.backward()
+    return loss.detach(), batch.log_probs.grad, batch.entropy.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bit_identical_from_run_to_run(mode):
+    batch = make_micro_batch(Case(30, 300, 0.4))
+    for first, second in zip(outcome(batch, mode), outcome(batch, mode), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_gives_the_float32_result_of_the_same_values(mode):
+    batch = make_micro_batch(Case(30, 300, 0.4))
+    low = {name: getattr(batch, name).detach().bfloat16() for name in ("log_probs", "entropy")}
+    narrow = replace(batch, **{name: values.clone().requires_grad_() for name, values in low.items()})
+    wide = replace(batch, **{name: values.float().requires_grad_() for name, values in low.items()})
+    (loss, *gradients), (expected, *wide_gradients) = outcome(narrow, mode), outcome(wide, mode)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, expected)
+    for gradient, wide_gradient in zip(gradients, wide_gradients, strict=True):
+        assert torch.equal(gradient, wide_gradient.bfloat16())
