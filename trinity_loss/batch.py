@@ -12,6 +12,7 @@ The log-probability of response token t stands one place to the left in the mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,7 +68,7 @@ def _whole_number(name: str, value: Any) -> int | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Integral | Real) or value != value or value < 0:
         raise TotalsError(f"{name} is {value!r}; expected a whole number, 0 or more")
-    whole = int(value)  # type: ignore[call-overload]
+    whole = int(value) if math.isfinite(value) else None  # type: ignore[call-overload]
     if whole != value or (name == "dp_size" and value == 0):
         raise TotalsError(f"{name} is {value!r}; expected a whole number{' above 0' if name == 'dp_size' else ''}")
     return whole
@@ -211,10 +212,20 @@ class MicroBatch:
         if not isinstance(value, Tensor) or list(value.shape) != expected:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise FieldShapeError(f"prompt_num_tokens is {shape}; expected {expected}")
-        if tokens.offsets is not None:
-            return value.to(torch.int64)
-        zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
-        return zeros.scatter_(0, tokens.sequence, value.reshape(-1).to(torch.int64))
+        counts = value.to(torch.int64)
+        if tokens.offsets is None:
+            zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
+            counts = zeros.scatter_(0, tokens.sequence, counts.reshape(-1))
+        self.faults.append(
+            (
+                (counts < tokens.counts).any(),
+                "prompt_num_tokens is smaller than the tokens of a sequence here; expected those of its prompt group "
+                "over the whole mini-batch",
+            )
+        )
+        if self.totals.batch_num_prompts == 0:
+            self.faults.append((tokens.num_tokens > 0, "batch_num_prompts is 0, but the mask counts tokens here"))
+        return counts
 
 
 def read_micro_batch(
@@ -234,10 +245,14 @@ def read_micro_batch(
     log_probs = model_output.get("log_probs", None)
     if log_probs is None:
         raise MissingFieldError("the model output has no 'log_probs'")
-    mask = get_value(data, "response_mask")
+    mask, entropy = get_value(data, "response_mask"), model_output.get("entropy", None)
+    if mask is None:
+        raise MissingFieldError("the micro-batch has no 'response_mask'")
     if not isinstance(mask, Tensor):
-        raise MissingFieldError("the micro-batch has no tensor 'response_mask'")
-    entropy = model_output.get("entropy", None)
+        raise FieldShapeError(f"response_mask is a {type(mask).__name__}; expected a tensor")
+    _check_output("log_probs", log_probs)
+    if entropy is not None:
+        _check_output("entropy", entropy)
     faults: list[tuple[Tensor, str]] = []
     shape: torch.Size | None = None
     if is_jagged(mask):
@@ -250,6 +265,8 @@ def read_micro_batch(
         segment_ids = get_value(data, "segment_ids")
         if segment_ids is None:
             tokens = ResponseTokens.from_padded(mask)
+        elif not isinstance(segment_ids, Tensor):
+            raise FieldShapeError(f"segment_ids is a {type(segment_ids).__name__}; expected a tensor")
         else:
             tokens = ResponseTokens.from_packed(mask, segment_ids)
         index = None
@@ -274,6 +291,13 @@ def read_micro_batch(
         shape=shape,
         faults=faults,
     )
+
+
+def _check_output(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
+    if not value.is_floating_point():
+        raise FieldShapeError(f"{name} has dtype {value.dtype}; expected a floating point type")
 
 
 def _make_source(tensor: Any, index: Tensor | None) -> Source:
@@ -418,7 +442,11 @@ def local_prompt_ids(batch: MicroBatch) -> Tensor:
         return ids.reshape(-1)
     if tokens.offsets is None:
         raise MissingFieldError("packed rows need 'prompt_ids' [rows, T] to tell prompt groups")
-    return torch.tensor(number_keys(prompt_keys(data)), dtype=torch.int64).to(tokens.mask.device)
+    keys = prompt_keys(data)
+    if len(keys) != tokens.num_slots:
+        name = "prompts" if get_value(data, "uid") is None else "uid"
+        raise FieldShapeError(f"{name} has {len(keys)} entries; expected one per row, {tokens.num_slots}")
+    return torch.tensor(number_keys(keys), dtype=torch.int64).to(tokens.mask.device)
 
 
 def prompt_keys(data: MicroBatchData) -> list[Any]:
