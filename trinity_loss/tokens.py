@@ -322,7 +322,7 @@ class ResponseTokens:
     def _far_below(self, dtype: torch.dtype) -> Tensor:
         """0 at counted tokens, half the type's lowest number at the others [N]."""
         if dtype not in self._offsets_of_extremes:
-            self._offsets_of_extremes[dtype] = (self.indicator(dtype) - 1) * (torch.finfo(dtype).max / 2)
+            self._offsets_of_extremes[dtype] = (self.indicator(dtype) - 1).mul_(torch.finfo(dtype).max / 2)
         return self._offsets_of_extremes[dtype]
 
     @cached_property

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trinity_loss.bench.measure import Result
 
 _TITLES = {"sequences": "sequences", "longest": "longest response", "fill": "fill"}
-_LABELS = {"ours": "trinity_loss", "verl": "verl", "trinity": "Trinity-RFT"}
+_STYLES: dict[str, dict[str, Any]] = {
+    "verl": {"label": "verl", "color": "tab:orange", "linewidth": 3, "alpha": 0.6},
+    "trinity": {"label": "Trinity-RFT", "color": "tab:green", "linestyle": ":"},
+    "ours": {"label": "trinity_loss", "color": "tab:blue"},
+}
 
 
 def draw(results: Sequence[Result], bandwidth: float, path: str) -> None:
@@ -34,10 +39,10 @@ def draw(results: Sequence[Result], bandwidth: float, path: str) -> None:
         1, len(curves), figsize=(4.2 * len(curves), 3.6), sharey=True, squeeze=False, layout="constrained"
     )
     for panel, (size, curve) in zip(panels[0], curves.items(), strict=True):
-        for name, label in _LABELS.items():
+        for name, style in _STYLES.items():
             points = [(x, r.costs[name].seconds * 1e3) for x, r in curve if name in r.costs]
             if points:
-                panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
         floor = [(x, r.floor_seconds(bandwidth) * 1e3) for x, r in curve]
         panel.plot(*zip(*floor, strict=True), color="0.6", linestyle="--", label="memory floor")
         panel.set_yscale("log")
