@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -59,14 +60,9 @@ def verify(options: Options, config: DictConfig) -> bool:
     Raises:
         ConfigError: A name, a configuration or a mini-batch does not make a loss that can be run.
     """
-    if options.engine is not None:
-        reports = [
-            _verify_in_engine(make(), options, options.engine) for s in options.losses for make in candidates(s, config)
-        ]
-    elif len(options.losses) == 1 and not options.losses[0].endswith(":all"):
-        reports = [_verify(make(), options) for make in candidates(options.losses[0], config)]
-    else:
-        reports = _verify_many(options, config)
+    # What a loss prints, or a library that it imports, must not stand in the JSON.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        reports = _all_reports(options, config)
     if options.json:
         plain = [report.to_dict() for report in reports]
         json.dump(plain[0] if len(plain) == 1 else plain, sys.stdout, indent=2)
@@ -80,6 +76,16 @@ def verify(options: Options, config: DictConfig) -> bool:
 
         draw(reports[:4], options.plot)
     return all(report.ok for report in reports)
+
+
+def _all_reports(options: Options, config: DictConfig) -> list[Report]:
+    if options.engine is not None:
+        return [
+            _verify_in_engine(make(), options, options.engine) for s in options.losses for make in candidates(s, config)
+        ]
+    if len(options.losses) == 1 and not options.losses[0].endswith(":all"):
+        return [_verify(make(), options) for make in candidates(options.losses[0], config)]
+    return _verify_many(options, config)
 
 
 def _batch(candidate: Candidate, options: Options) -> MiniBatch:
