@@ -58,6 +58,7 @@ class Training:
         environment = {
             **os.environ,
             _MARK: self._mark,
+            "TMPDIR": self._ray_folder,  # wandb's temporary folders outlive a process that is killed.
             "VERL_PLATFORM": "cpu",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "HYDRA_FULL_ERROR": "1",
