@@ -12,6 +12,7 @@ from forms import Form, jagged, play, play_alone
 from ours import check, in_mode
 
 from trinity_loss import LossConfig, TrinityPolicyLoss, aggregate_loss
+from trinity_loss.errors import NonFiniteError
 
 NARROWED = (torch.tensor([[9.0, -1, 9, -2], [9, -3, -4, 9]], dtype=torch.float64), [1, 0], [2, 3])
 
@@ -81,3 +82,22 @@ def test_a_deviation_of_equal_weights_is_near_zero():
         std = play(settings, samples, ranks, Form()).metrics["rollout_corr/rollout_is_std"]
         assert math.isfinite(std)
         assert abs(std) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("settings", "values"),
+    [
+        ({"loss_mode": "ppo"}, {"advantages": 3e38}),
+        ({"loss_mode": "dro", "loss_args": {"dro_beta": 1.0}}, {"log_probs": -1e20}),
+        ({"loss_mode": "rec", "loss_args": {"weight": "advantage"}}, {"advantages": 100.0}),
+        ({"loss_mode": "gmpo"}, {"old_log_probs": -100.0, "advantages": -1.0}),
+    ],
+)
+def test_a_loss_that_overflows_is_named(settings, values):
+    """Finite fields can make an infinite loss in float32; it must not pass for a number."""
+    fields = {"log_probs": -1.0, "old_log_probs": -1.0, "advantages": 1.0} | values
+    row = {name: torch.full((1, 2), value) for name, value in fields.items()}
+    log_probs = row.pop("log_probs").requires_grad_()
+    data = row | {"response_mask": torch.ones(1, 2)}
+    with pytest.raises(NonFiniteError, match=r"actor/pg_loss of this micro-batch is -?(inf|nan).*overflow"):
+        TrinityPolicyLoss(LossConfig(**settings))(model_output={"log_probs": log_probs}, data=data)

@@ -14,13 +14,16 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
 from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch, read_totals
 from trinity_loss.config import LossConfig
-from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.errors import FieldShapeError, MissingFieldError, NonFiniteError, TotalsError
 from trinity_loss.kl import kl_penalty
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.registry import PolicyInputs, TokenLoss
 from trinity_loss.terms import Term, WithGradient
 from trinity_loss.tokens import ResponseTokens
+
+#: Key of each term's metric, and its name among the modes.
+_TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl"}
 
 
 class TrinityPolicyLoss:
@@ -86,7 +89,7 @@ class TrinityPolicyLoss:
             faults = [fault for fault, _ in batch.faults]
             metrics.checks |= {f"fault {i}": fault for i, fault in enumerate(faults)}
             numbers, checks = metrics.read()
-        self._raise_faults(batch, checks)
+        self._raise_faults(batch, checks, numbers)
         self._check_counts(metrics, numbers, batch, dp_group)
         if torch.is_grad_enabled():
             sources = list(gradients)
@@ -233,7 +236,7 @@ class TrinityPolicyLoss:
     def _check_counts(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch, dp_group: Any) -> None:
         """Raises where totals contradict the micro-batch; here nothing reads them."""
 
-    def _raise_faults(self, batch: MicroBatch, checks: dict[str, float]) -> None:
+    def _raise_faults(self, batch: MicroBatch, checks: dict[str, float], numbers: dict[str, float]) -> None:
         for number, (_, message) in enumerate(batch.faults):
             if checks[f"fault {number}"]:
                 raise FieldShapeError(message)
@@ -241,6 +244,12 @@ class TrinityPolicyLoss:
             if not math.isfinite(total):
                 source = {"log_probs": batch.log_probs, "entropy": batch.entropy}.get(name)
                 batch.tokens.check_finite(name, batch.read(name) if source is None else source.gather())
+        for term in _TERMS:
+            if not math.isfinite(numbers.get(term, 0.0)):
+                raise NonFiniteError(
+                    f"{term} of this micro-batch is {numbers[term]}, though all that it is made of is finite: numbers "
+                    f"this far apart overflow in {batch.dtype}; look at the largest advantages and log-ratios"
+                )
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch) -> dict[str, Any]:
         return metrics.local(numbers)
@@ -294,12 +303,12 @@ class EnginePolicyLoss(TrinityPolicyLoss):
         return 1 if mode.total is None else getattr(totals, mode.total)
 
     def _check_counts(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch, dp_group: Any) -> None:
-        dp_size = batch.totals.dp_size
-        if dp_group is not None and dp_size is not None and torch.distributed.is_initialized():
+        if dp_group is not None and batch.totals != Totals() and torch.distributed.is_initialized():
             group_size = torch.distributed.get_world_size(dp_group)
-            if group_size != dp_size:
+            if group_size != (batch.totals.dp_size or 1):
+                dp_size = "missing" if batch.totals.dp_size is None else batch.totals.dp_size
                 raise TotalsError(f"dp_size is {dp_size}, but the data-parallel group has {group_size} ranks")
-        for term, mode in (("actor/pg_loss", "pg"), ("actor/entropy_loss", "entropy"), ("kl_loss", "kl")):
+        for term, mode in _TERMS.items():
             entry = metrics.entries.get(term)
             if entry is None or entry.total is None or self._modes[mode].total is None:
                 continue
