@@ -129,7 +129,11 @@ def _verify_many(options: Options, config: DictConfig) -> list[Report]:
     makers = [make for spec in options.losses for make in candidates(spec, config)]
     start = time.perf_counter()
     reports = []
-    for report in _in_two_processes(partial(_verify_briefly, options, makers, remembering()), len(makers)):
+    if any(spec.endswith(":all") for spec in options.losses):
+        work = partial(_verify_briefly, options, makers, remembering())
+    else:
+        work = partial(_verify_one_of, options, makers)
+    for report in _in_two_processes(work, len(makers)):
         reports.append(report)
         if not options.json:
             names = ", ".join(("" if f.counts else "note: ") + f.name for f in report.findings)
@@ -161,6 +165,10 @@ _work: Callable[[int], Report] | None = None
 def _call_work(number: int) -> Report:
     assert _work is not None
     return _work(number)
+
+
+def _verify_one_of(options: Options, makers: Sequence[Maker], number: int) -> Report:
+    return _verify(makers[number](), options)
 
 
 def _verify_briefly(options: Options, makers: Sequence[Maker], build: Builder, number: int) -> Report:
