@@ -106,6 +106,11 @@ class AggregationMode:
         """Weight [S] of the token losses of each sequence; None for 1."""
         return None
 
+    def _over_scale_factor(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        """The weights [S] of a mode that divides by its constant."""
+        assert self.loss_scale_factor is not None
+        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
+
     def token_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
         """Weight [N] of each token loss in the numerator, 0 where the mask is."""
         indicator = tokens.indicator(dtype)
@@ -172,8 +177,7 @@ class Constant(TokenSum):
     has_scale_factor: ClassVar[bool] = True
 
     def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        assert self.loss_scale_factor is not None
-        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
+        return self._over_scale_factor(tokens, dtype)
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,7 @@ class SeqMeanTokenSumNorm(SeqMeanTokenSum):
     has_scale_factor: ClassVar[bool] = True
 
     def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        assert self.loss_scale_factor is not None
-        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
+        return self._over_scale_factor(tokens, dtype)
 
 
 @dataclass(frozen=True)
