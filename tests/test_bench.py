@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from trinity_loss.bench.cases import GOALS, Case, make_micro_batch
 from trinity_loss.bench.losses import LOSS_NAMES, make_losses
@@ -74,8 +75,12 @@ def test_masked_rows_change_no_value():
     assert batch.data["response_mask"].values().sum() == batch.num_tokens
 
 
-def test_memory_and_operations_follow_the_tokens_that_count():
+def test_memory_and_operations_follow_the_tokens_that_count(request):
     """Not the longest response, nor rows without a token, nor the number of sequences."""
+    # With several threads a sum calls itself once per thread, which the profiler counts.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
 
     def cost(case):
         result = measure(case, {"ours": make_losses(["ours"])["ours"]("token-mean")}, runs=1)
