@@ -4,7 +4,8 @@ Lengths, masks, prompts and everything that has structure is drawn by Hypothesis
 come from a seed that it draws, since a number per token and field would cost more than the loss.
 
 ``HYPOTHESIS_PROFILE=long`` runs twenty times as many examples, other ones each time; otherwise they are the
-same ones on every run.
+same ones on every run of the same tests. (Hypothesis draws constants from the modules that are loaded, so a test by
+itself sees other examples than after others: repeat what failed with the blob that is printed.)
 """
 
 import os

@@ -101,3 +101,18 @@ def test_a_loss_that_overflows_is_named(settings, values):
     data = row | {"response_mask": torch.ones(1, 2)}
     with pytest.raises(NonFiniteError, match=r"actor/pg_loss of this micro-batch is -?(inf|nan).*overflow"):
         TrinityPolicyLoss(LossConfig(**settings))(model_output={"log_probs": log_probs}, data=data)
+
+
+def test_a_gradient_that_fp16_does_not_hold_is_infinite():
+    """As with torch's own: a gradient scaler looks for infinity and skips the step. Loss and metrics are float32."""
+    samples = (sequence(1, log_probs=-1.0, old_log_probs=-1.0, advantages=40.0), sequence(2))
+    settings = in_mode("token-mean", loss_mode="rec", loss_args={"clip_mode": "none", "weight": "advantage"})
+    settings["loss_args"]["temp"] = 3.7
+    form = Form(layout="nested", dtype=torch.float16, field_dtype=torch.float32)
+    run = play_alone(settings, samples, form)
+    assert math.isfinite(run.loss)
+    assert run.log_prob_grad.min() == -math.inf
+    assert not run.log_prob_grad.isnan().any()
+    assert all(math.isfinite(x) for x in run.metrics.values())
+    exact = play_alone(settings, samples, Form(layout="nested", dtype=torch.float32, field_dtype=torch.float32))
+    assert exact.log_prob_grad.min().item() == pytest.approx(-40 * math.exp(40 / 3.7) / 3)
