@@ -1,4 +1,4 @@
-"""Our loss through verl's Megatron engine: layouts, per-token loss, data parallelism, pipelines.
+"""Our loss through verl's Megatron engine: layouts, per-token loss, data and tensor parallelism, pipelines.
 
 One run gives all results: starting an engine is what takes time.
 """
@@ -22,6 +22,10 @@ ENGINES = {
     "two ranks, per-token loss": {"world_size": 2, "per_token_loss": True},
     "pipeline": {"world_size": 2, "pipeline": 2, "batch": NESTED},
     "virtual pipeline": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "tensor parallel": {"world_size": 2, "tensor": 2, "batch": NESTED},
+    "tensor parallel, per-token loss": {"world_size": 2, "tensor": 2, "per_token_loss": True},
+    "distributed optimizer": {"world_size": 2, "distributed_optimizer": True, "batch": NESTED},
+    "distributed optimizer, per-token loss": {"world_size": 2, "distributed_optimizer": True, "per_token_loss": True},
 }
 # Whole, two, four pieces; and by length. The interleaved schedule needs as many micro-batches as stages.
 CUTS = ({"micro_batches": 1}, {"micro_batches": 2}, {"micro_batches": 4}, {"max_tokens": 40})
@@ -49,7 +53,7 @@ def _cases() -> Iterator[EngineCase]:
 @cache
 def results():
     """Results by label."""
-    return by_label(run_cases("megatron", list(_cases()), timeout=500))
+    return by_label(run_cases("megatron", list(_cases()), timeout=550))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,4 +1,4 @@
-"""Run any loss of verl's engine contract through verl's real engines, on a CPU.
+"""Run any loss of verl's engine contract through verl's real engines, on a CPU (or on GPUs: `EngineCase.device`).
 
 ```python
 from trinity_loss.verl.harness import run_engine
@@ -48,6 +48,8 @@ ENVIRONMENTS = {
     # verl registers the engine for cuda only.
     "megatron": {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"},
 }
+# verl finds CUDA by itself. Looking whether it is there must not start it before the ranks do.
+ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def run_cases(
@@ -74,17 +76,24 @@ def run_cases(
 
     Raises:
         EngineError: If a rank fails (within seconds, with its traceback) or time runs out.
-        ValueError: If ``ray`` is asked for where it is not possible.
+        ValueError: If ``ray`` is asked for where it is not possible, or the cases differ in their device.
         TypeError: If a loss cannot be pickled.
     """
     if ray and engine != "fsdp":
         raise ValueError("Ray workers are available for the fsdp engine only")
     if ray and len({case.engine_options for case in cases}) > 1:
         raise ValueError("with Ray workers all cases must share one engine")
+    devices = {case.device for case in cases}
+    if len(devices) != 1:
+        raise ValueError(f"all cases must be on one device, not on {sorted(devices)}")
+    (device,) = devices
+    if ray and device != "cpu":
+        raise ValueError("Ray workers are available on the CPU only")
     kind = "ray" if ray else engine
+    environment = ENVIRONMENTS[kind] | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA
     with tempfile.TemporaryDirectory(prefix="trinity_") as folder:
         job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
-        results: list[EngineResult] = launch(MODULES[kind], job, environment=ENVIRONMENTS[kind], timeout=timeout)
+        results: list[EngineResult] = launch(MODULES[kind], job, environment=environment, timeout=timeout)
     return results
 
 

@@ -65,6 +65,11 @@ class EngineCase:
         per_token_loss: Megatron only: ``calculate_per_token_loss``.
         pipeline: Megatron only: pipeline stages.
         virtual_pipeline: Megatron only: model chunks per stage.
+        tensor: Megatron only: tensor-parallel ranks.
+        distributed_optimizer: Megatron only: each data-parallel rank reduces and updates a share of the gradient.
+        sequence_parallel: Ranks that share a sequence: Ulysses in FSDP, context parallelism in Megatron; CUDA only.
+        dtype: What the model computes in.
+        device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL and a GPU per rank; the same for all cases of a run.
     """
 
     loss: Loss
@@ -80,6 +85,11 @@ class EngineCase:
     per_token_loss: bool = False
     pipeline: int = 1
     virtual_pipeline: int | None = None
+    tensor: int = 1
+    distributed_optimizer: bool = False
+    sequence_parallel: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def engine_options(self) -> tuple[Any, ...]:
@@ -93,6 +103,10 @@ class EngineCase:
             self.per_token_loss,
             self.pipeline,
             self.virtual_pipeline,
+            self.tensor,
+            self.distributed_optimizer,
+            self.sequence_parallel,
+            self.dtype,
         )
 
 

@@ -12,9 +12,11 @@ from trinity_loss.verl.harness.cases import EngineCase
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
 
+PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
+
 
 def worker_config(case: EngineCase, model: str) -> Any:
-    """verl's configuration of the worker: float32 everywhere, a learning rate of zero, no compilation.
+    """verl's configuration of the worker: one type everywhere, a learning rate of zero, no compilation.
 
     The learning rate keeps the weights, so that all cases of a run start from the same ones.
     """
@@ -26,7 +28,8 @@ def worker_config(case: EngineCase, model: str) -> Any:
         model_config=HFModelConfig(
             path=model,
             use_remove_padding=case.packed,
-            override_config={"attn_implementation": "sdpa"},
+            # Ulysses is built into flash attention alone.
+            override_config={"attn_implementation": "sdpa" if case.sequence_parallel == 1 else "flash_attention_2"},
             enable_gradient_checkpointing=False,
         ),
         engine_config=FSDPEngineConfig(
@@ -34,7 +37,8 @@ def worker_config(case: EngineCase, model: str) -> Any:
             fsdp_size=case.fsdp_size,
             use_no_sync_for_gradient_accumulation=case.no_sync,
             use_torch_compile=False,
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            ulysses_sequence_parallel_size=case.sequence_parallel,
+            mixed_precision={"param_dtype": PRECISION[case.dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         ),
         optimizer_config=FSDPOptimizerConfig(lr=0.0, weight_decay=0.0, total_training_steps=1),
         checkpoint_config=CheckpointConfig(),
@@ -57,7 +61,8 @@ def read_gradients(engine: Any) -> NamedGradients:
 
 def worker_class(case: EngineCase) -> type:
     """The case's training worker, recording."""
-    return recording_worker(case, "trinity_loss.verl.cpu.engine", read_gradients)
+    engine = "trinity_loss.verl.cpu.engine" if case.device == "cpu" else "verl.workers.engine"
+    return recording_worker(case, engine, read_gradients)
 
 
 def build(case: EngineCase, model: str) -> Any:

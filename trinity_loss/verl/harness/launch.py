@@ -81,12 +81,13 @@ def main(run: Callable[[Any], Any]) -> None:
     _finish(Path(sys.argv[1]), "", lambda: run(pickle.loads((Path(sys.argv[1]) / "job").read_bytes())))
 
 
-def fork_ranks(run: Callable[[], Any], world_size: int) -> Any:
+def fork_ranks(run: Callable[[], Any], world_size: int, method: str = "fork") -> Any:
     """Run a function in ``world_size`` forks of this process, with the environment that torchrun sets.
 
     Args:
         run: Called once per rank.
         world_size: Number of ranks.
+        method: ``"spawn"`` where a fork is not possible, as with CUDA; ``run`` is pickled then.
 
     Returns:
         What rank 0 returned.
@@ -94,7 +95,7 @@ def fork_ranks(run: Callable[[], Any], world_size: int) -> Any:
     Raises:
         EngineError: As soon as one rank fails; the others are ended.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory(prefix="trinity_loss_ranks_") as name:
         folder = Path(name)
         ranks = [context.Process(target=_rank, args=(run, rank, world_size, folder)) for rank in range(world_size)]
@@ -115,7 +116,6 @@ def _environment(added: dict[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         # Nothing is compiled here, and importing the compiler takes seconds.
         "TORCHDYNAMO_DISABLE": "1",

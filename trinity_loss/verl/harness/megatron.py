@@ -1,43 +1,54 @@
 """verl's training worker with the Megatron engine, on CPU and gloo.
 
 Run as ``python -m trinity_loss.verl.harness.megatron FOLDER`` by `launch`. Context and sequence parallelism,
-Transformer Engine and NCCL have no CPU counterpart.
+Transformer Engine and NCCL have no CPU counterpart; a case on CUDA has them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from trinity_loss.verl.harness.cases import EngineCase
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import Job, NamedGradients, recording_worker, run_job
 
-# Fused kernels and initialisation on the device are CUDA's.
+# Of Megatron's local layers: fused kernels and initialisation on the device are CUDA's.
 TRANSFORMER = {
     "use_cpu_initialization": True,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
+    # mbridge takes it from the tensor-parallel size; the local layers' norm cannot.
+    "sequence_parallel": False,
 }
 
 
+def local_layers(case: EngineCase) -> bool:
+    """Whether Megatron's local layers take the place of Transformer Engine's."""
+    return case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None
+
+
 def worker_config(case: EngineCase, model: str) -> Any:
-    """verl's configuration of the worker: float32 everywhere and a learning rate of zero."""
+    """verl's configuration of the worker: one type everywhere and a learning rate of zero."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
+    transformer = TRANSFORMER if local_layers(case) else {}
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
+        tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual_pipeline,
         sequence_parallel=False,
         use_remove_padding=case.packed,
-        use_distributed_optimizer=False,
-        override_transformer_config={**TRANSFORMER, "calculate_per_token_loss": case.per_token_loss},
+        use_distributed_optimizer=case.distributed_optimizer,
+        context_parallel_size=case.sequence_parallel,
+        override_transformer_config={**transformer, "calculate_per_token_loss": case.per_token_loss},
     )
     # The configuration admits half precision only; the engine itself takes any.
-    object.__setattr__(engine, "dtype", "float32")
+    object.__setattr__(engine, "dtype", case.dtype)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(path=model, use_remove_padding=case.packed),
@@ -50,27 +61,64 @@ def worker_config(case: EngineCase, model: str) -> Any:
 
 
 def read_gradients(engine: Any) -> NamedGradients:
-    """The gradients of this rank's parameters, already reduced, under their names in the whole model."""
-    from verl.utils.megatron_utils import unwrap_model
+    """The whole gradient of every parameter under its Hugging Face name; every rank must call this.
 
-    gradients = {}
+    mbridge puts together what tensor-parallel ranks and pipeline stages hold when it exports weights: it is given
+    the gradients in their place.
+    """
+    import torch.distributed as dist
+
     for chunk in engine.module:
-        names = engine.bridge._weight_name_mapping_mcore_local_to_global(chunk)
-        for name, parameter in unwrap_model(chunk).named_parameters():
-            gradients[names[name]] = parameter.main_grad.double()
-    return gradients
+        if chunk.ddp_config.use_distributed_optimizer:
+            _gather_shards(chunk)
+    modules = [module for chunk in engine.module for module in chunk.modules()]
+    weights = [dict(module._parameters) for module in modules]
+    try:
+        for module in modules:
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = _gradient_of(weight)
+        whole = {name: gradient.double() for name, gradient in engine.bridge.export_weights(engine.module)}
+    finally:
+        for module, parameters in zip(modules, weights, strict=True):
+            module._parameters.update(parameters)
+    # They are the same on every rank: one copy is enough.
+    return whole if dist.get_rank() == 0 else {}
+
+
+def _gradient_of(weight: Any) -> Any:
+    """The gradient as a parameter that says of itself, as the weight does, how it is split over ranks."""
+    gradient = type(weight)(weight.main_grad, requires_grad=False)
+    gradient.__dict__.update(weight.__dict__)
+    return gradient
+
+
+def _gather_shards(chunk: Any) -> None:
+    """Fill the gradient buffers: of each bucket, a data-parallel rank has reduced its own share only."""
+    import torch.distributed as dist
+
+    for buffer in chunk.buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            shards = list(bucket.grad_data.chunk(dist.get_world_size(group)))
+            dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
 
 
 def build(case: EngineCase, model: str) -> Any:
     """Make the worker in this process; its ``reset`` initialises the engine."""
+    from trinity_loss.verl.harness import megatron_shim
+
+    if local_layers(case):
+        megatron_shim.register_bridge()
     return recording_worker(case, "verl.workers.engine.megatron", read_gradients)(worker_config(case, model))
 
 
 def run(job: Job) -> Any:
-    """Run the job with CUDA redirected to the CPU."""
+    """Run the job, on a machine without CUDA with CUDA redirected to the CPU."""
     from trinity_loss.verl.harness import megatron_shim
 
-    megatron_shim.apply()
+    if job.cases[0].device == "cpu":
+        megatron_shim.redirect()
     return run_job(job, build)
 
 

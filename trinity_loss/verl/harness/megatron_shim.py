@@ -30,8 +30,8 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def apply() -> None:
-    """Redirect CUDA to the CPU and register the Qwen2 bridge; once, before any engine is made."""
+def redirect() -> None:
+    """Redirect CUDA to the CPU; once, before any engine is made."""
     from verl.utils.device import get_torch_device
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -39,10 +39,10 @@ def apply() -> None:
     # verl seeds Megatron's CUDA generators where it counts a device; there are none to seed.
     get_torch_device().device_count = lambda: 0
     CudaMeansCpu().__enter__()
-    _register_bridge()
 
 
-def _register_bridge() -> None:
+def register_bridge() -> None:
+    """Make mbridge build Qwen2 from Megatron's local layers with torch's attention, without Transformer Engine."""
     from mbridge.core import register_model
     from mbridge.models.qwen2 import Qwen2Bridge
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

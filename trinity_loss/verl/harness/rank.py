@@ -71,7 +71,7 @@ def recording_worker(case: EngineCase, engine: str, read_gradients: Callable[[An
     class Recording(base):
         def __init__(self, config: Any) -> None:
             importlib.import_module(engine)
-            # In a Ray worker; elsewhere the group is there already. verl's own call names the CPU twice.
+            # In a Ray worker of the CPU; elsewhere the group is there already. verl's own call names the CPU twice.
             initialize_global_process_group_ray(backend="cpu:gloo")
             super().__init__(config)
 
@@ -84,7 +84,8 @@ def recording_worker(case: EngineCase, engine: str, read_gradients: Callable[[An
             def recorded_step() -> Any:
                 # One forward per micro-batch and, in a virtual pipeline, per chunk of the model.
                 chunks = len(self.engine.module) if isinstance(self.engine.module, list) else 1
-                self.record = Record(read_gradients(self.engine), self.forwards // chunks)
+                gradients = {name: value.cpu() for name, value in read_gradients(self.engine).items()}
+                self.record = Record(gradients, self.forwards // chunks)
                 self.forwards = 0
                 return step()
 
@@ -153,7 +154,7 @@ def result_of(case: EngineCase, records: list[Record], metrics: dict[str, Any], 
 def run_rank(
     cases: Sequence[EngineCase], model: str, store: str, timeout: float, build: Callable[[EngineCase, str], Any]
 ) -> list[EngineResult]:
-    """Run cases that share one engine, as one rank of a gloo group.
+    """Run cases that share one engine, as one rank of a gloo group, on CUDA with NCCL beside it.
 
     Args:
         cases: The cases.
@@ -169,8 +170,11 @@ def run_rank(
     from verl.utils import tensordict_utils as tu
 
     torch.set_num_threads(1)
+    on_cuda = cases[0].device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         init_method=f"file://{store}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -215,7 +219,7 @@ def run_job(job: Job, build: Callable[[EngineCase, str], Any]) -> list[EngineRes
         cases = list(group)
         run = partial(run_rank, cases, job.model, f"{job.model}.store{number}", job.timeout, build)
         try:
-            results += fork_ranks(run, cases[0].world_size)
+            results += fork_ranks(run, cases[0].world_size, "spawn" if cases[0].device == "cuda" else "fork")
         except EngineError as error:
             raise EngineError(str(error), results) from None
     return results
