@@ -18,6 +18,8 @@ from training import ROOT, Training, TrainingFailed
 
 SHORT_STEPS = 2
 GROWTH = 0.05  # Of the last fifth of a long run over its second; the first still warms up.
+#: Four prompts a step: what stays behind after a step does so after a short one too.
+SMALL_STEPS = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
 FEWEST = 50  # Steps below which such a comparison says nothing.
 
 
@@ -34,7 +36,8 @@ def short_run(folder: Path) -> list[str]:
 def long_run(folder: Path, steps: int) -> list[int]:
     """Train ``steps`` steps and return the memory of all processes together after each, in bytes."""
     memory = []
-    with Training(folder, steps, overrides(folder)) as training, (folder / "memory.jsonl").open("w") as log:
+    small = [*overrides(folder), *SMALL_STEPS]
+    with Training(folder, steps, small) as training, (folder / "memory.jsonl").open("w") as log:
         for record in training.records():
             memory.append(training.memory)
             log.write(json.dumps({"step": record["step"], "bytes": training.memory}) + "\n")
