@@ -6,6 +6,9 @@ processes share the memory. Ray starts a worker with the command in ``runtime_en
 `launcher_command` returns this file; it asks the server for a copy and waits for its end.
 
 Only what is imported before any worker starts is shared, and that process has one thread, which makes a fork safe.
+
+It is the parent of all workers, so it says which of them was killed. And it ends the whole run when whoever started it
+is gone without having done so: then its standard input is closed.
 """
 
 import gc
@@ -13,11 +16,23 @@ import importlib.util
 import json
 import os
 import runpy
+import select
 import shlex
+import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+MARK = "TRINITY_LOSS_RUN"  # In the environment of every process of a run: even one that lost its parent is found.
+KILLED = "fork server: "  # What a line of the log starts with that says who was killed.
 
 # What verl imports and is slow to import. Not Ray, nor verl, which imports it: Ray reads its environment then.
 PRELOADED = (
@@ -42,6 +57,20 @@ def launcher_command(address: str) -> str:
     return shlex.join([sys.executable, "-S", "-I", os.path.abspath(__file__), "launch", address])
 
 
+def processes_of(mark: str) -> "list[psutil.Process]":
+    """Return the processes of the run that has this mark."""
+    import psutil  # A launcher, which sees nothing but the standard library, imports this file too.
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # It ended meanwhile, or is not ours to look at.
+            continue
+    return found
+
+
 def serve(address: str) -> None:
     """Import what workers need, then fork one for each launcher that connects."""
     with socket.socket(socket.AF_UNIX) as server:
@@ -54,14 +83,39 @@ def serve(address: str) -> None:
         if len(threads) > 1:
             raise RuntimeError(f"{len(threads)} threads after the imports: a fork would not be safe")
         gc.freeze()  # A collection in a copy would write to, and so duplicate, every shared page.
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # A copy that ended leaves nothing to wait for.
+        signal.signal(signal.SIGCHLD, _reap)
         while True:
+            readable, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in readable:
+                _end_run(Path(address).parent)
+                return
             connection, _ = server.accept()
             with connection, connection.makefile("rb") as stream:
                 request = json.loads(stream.readline())
                 if os.fork() == 0:
                     server.close()
                     _become_worker(connection, **request)
+
+
+def _reap(*_: object) -> None:
+    """Take note of all copies that ended, and say in the log which of them a signal ended."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            with suppress(OSError):  # The disk of the log is full.
+                if ended.si_code != os.CLD_EXITED:
+                    name = Path(f"/proc/{ended.si_pid}/comm").read_text().strip()  # Ray gives a worker its name.
+                    killed = f"{name} (process {ended.si_pid}) was killed by {signal.Signals(ended.si_status).name}"
+                    print(f"{KILLED}{killed}", flush=True)
+            os.waitpid(ended.si_pid, 0)
+
+
+def _end_run(folder: Path) -> None:
+    """End all processes of the run this process belongs to and remove Ray's folder."""
+    while others := [process for process in processes_of(os.environ[MARK]) if process.pid != os.getpid()]:
+        for process in others:
+            process.kill()
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _become_worker(connection: socket.socket, argv: list[str], environ: dict[str, str], cwd: str) -> None:

@@ -8,11 +8,13 @@ verl printed (``output.log``) and the checkpoints. What is not an option is a Hy
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +26,104 @@ from training import ROOT, Training, TrainingFailed
 
 SCORE, LOSS, NORM, PIECES = "critic/score/mean", "actor/loss", "actor/grad_norm", "actor/micro_batches"
 
+DEFAULT_RECIPE = "cpu_grpo"
+
 console = Console(highlight=False)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="the last step (default: 60)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "cpu", help="what it writes (default: runs/cpu)")
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe for the CPU in recipes/ (default: cpu_grpo)")
+    parser.add_argument("--folder", type=Path, help="what it writes (default: runs/cpu, for another recipe runs/NAME)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, as it was configured")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints (default: 10)")
     parser.add_argument("--stall-timeout", type=float, default=600, help="seconds without a step that mean it hangs")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of recipes/cpu_grpo.yaml")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of the recipe")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps has to be at least 1")
+    if options.folder is None:
+        options.folder = ROOT / "runs" / ("cpu" if options.recipe == DEFAULT_RECIPE else options.recipe)
     return options
 
 
 def start_or_resume(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the steps that are done already and the overrides; a new run clears what an old one of its name left."""
-    checkpoints, saved = folder / "checkpoints", folder / "overrides.json"
+    checkpoints, saved = checkpoints_of(folder), folder / "overrides.json"
     overrides = [f"trainer.default_local_dir={checkpoints}", f"trainer.save_freq={options.save_every}"]
     done: list[dict[str, Any]] = []
     if options.resume:
-        latest = checkpoints / "latest_checkpointed_iteration.txt"
-        if not latest.exists():
-            raise SystemExit(f"nothing to resume: there is no checkpoint in {checkpoints}")
-        step = int(latest.read_text())
+        latest = last_checkpoint(checkpoints)
+        if latest is None:
+            raise SystemExit(f"nothing to resume: there is no complete checkpoint in {checkpoints}")
+        step = step_of(latest)
         if step >= options.steps:
             raise SystemExit(f"nothing to resume: {checkpoints} holds step {step} of {options.steps}")
         done = [record for record in read_log(folder) if record["step"] <= step]
         options.overrides = json.loads(saved.read_text()) + options.overrides
-        overrides += ["trainer.resume_mode=auto"]
+        # Not verl's `auto`: it takes what a file says that a full disk may have emptied.
+        overrides += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={latest}"]
     else:
         shutil.rmtree(checkpoints, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    saved.write_text(json.dumps(options.overrides))
-    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in done))
+    replace_file(saved, json.dumps(options.overrides))
+    replace_file(folder / "log.jsonl", "".join(json.dumps(record) + "\n" for record in done))
     return done, overrides + options.overrides
 
 
+def checkpoints_of(folder: Path) -> Path:
+    return folder / "checkpoints"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("global_step_"))
+
+
+def last_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the newest checkpoint that was written to its end and has not been removed since."""
+    return max(filter(is_complete, checkpoints.glob("global_step_*")), key=step_of, default=None)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether verl's trainer has written ``data.pt``, its last file, and the files of every rank are whole."""
+    found: dict[tuple[str, int], int] = {}
+    for file in checkpoint.glob("actor/*_world_size_*_rank_*.pt"):
+        kind, ranks, _ = re.split("_world_size_|_rank_", file.stem)
+        found[kind, int(ranks)] = found.get((kind, int(ranks)), 0) + 1
+    whole = not cut_short(checkpoint) and (checkpoint / "data.pt").exists()
+    return whole and bool(found) and all(number == ranks for (_, ranks), number in found.items())
+
+
+def cut_short(folder: Path) -> list[Path]:
+    """Return the files below a folder whose writing did not come to its end: torch's have a directory there."""
+    return [file for file in sorted(folder.rglob("*.pt")) if not zipfile.is_zipfile(file)]
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file so that, if the disk is full, the one of before stays."""
+    new = file.with_name(f".{file.name}")
+    write(new, text)
+    os.replace(new, file)
+
+
+def write(file: Path, text: str, mode: str = "w") -> None:
+    """Write a file, with its name in the error if that fails: Python leaves it out where the disk is full.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        with file.open(mode) as stream:
+            stream.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """Return the steps that were logged; what a full disk left of a line is left out."""
+    complete = (folder / "log.jsonl").read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def line_of(record: dict[str, Any], steps: int) -> str:
@@ -149,33 +207,61 @@ def run(options: argparse.Namespace) -> None:
         console=console,
     )
     try:
-        with Training(folder, options.steps, overrides, options.stall_timeout) as training, bar:
+        training = Training(folder, options.steps, overrides, options.stall_timeout, options.recipe)
+        with training, bar:
             task = bar.add_task("starting Ray and verl, about a minute", total=options.steps, completed=first)
             for record in training.records():
                 records.append(record)
-                with (folder / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(record) + "\n")
+                write(folder / "log.jsonl", json.dumps(record) + "\n", mode="a")
                 bar.console.print(escape(line_of(record, options.steps)), soft_wrap=True)
                 bar.update(task, completed=record["step"], description="training")
     finally:
         if records:
-            draw(records, folder / "picture.png")
+            try:
+                draw(records, folder / "picture.png")
+            except OSError as error:  # Nothing is lost, and what else went wrong has to be seen.
+                console.print(f"no picture: {escape(str(error))}", soft_wrap=True)
     for name, value in summary(folder, training, records, first, time.monotonic() - started).items():
         console.print(f"{name:<12} {escape(value)}", soft_wrap=True)
+
+
+_NOT_WRITTEN = re.compile(r"PytorchStreamWriter|inline_container|iostream error|No space left on device")
+
+
+def reason(failure: Exception, checkpoints: Path) -> str:
+    """Return why training failed. torch does not say which file it could not write, nor that the disk is full."""
+    unwritten = max(cut_short(checkpoints), key=lambda file: file.stat().st_mtime, default=None)
+    if unwritten is None:
+        return str(failure)
+    free = shutil.disk_usage(unwritten).free
+    if not _NOT_WRITTEN.search(str(failure)) and free > 2**20:
+        return str(failure)
+    return f"{unwritten} could not be written, with {free / 2**20:.1f} MiB left on the disk; {failure}"
+
+
+def way_on(folder: Path, recipe: str) -> str:
+    """Return what to do after a run that ended early."""
+    suffix = "" if recipe == DEFAULT_RECIPE else f" RECIPE={recipe}"
+    latest = last_checkpoint(checkpoints_of(folder))
+    if latest is None:
+        return f"there is no checkpoint yet: `make train{suffix}` starts again"
+    return f"`make train RESUME=1{suffix}` goes on from the checkpoint of step {step_of(latest)}"
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit code: 0, 1 for a failed run, 130 for an interrupted one."""
     options = parse(arguments)
+    folder = options.folder.resolve()
     # Whoever asks this process to end, as make does, gets the same order as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(options)
-    except TrainingFailed as failure:
-        console.print(f"[bold red]training failed[/]: {escape(str(failure))}", soft_wrap=True)
+    except (TrainingFailed, OSError) as failure:
+        why = reason(failure, checkpoints_of(folder))
+        console.print(f"[bold red]training failed[/] {escape(why)}\n\n{way_on(folder, options.recipe)}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; `make train RESUME=1` goes on from the last checkpoint", soft_wrap=True)
+        console.print(f"interrupted; {way_on(folder, options.recipe)}", soft_wrap=True)
         return 130
     return 0
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fork_server import launcher_command
+from fork_server import KILLED, MARK, launcher_command, processes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ROOT / "runs" / "toy"
 
-_MARK = "TRINITY_LOSS_RUN"  # In the environment of every process of a run: even one that lost its parent is found.
+_GRACE = 10  # Seconds in which verl may end by itself after one of its processes was killed.
 
 
 class TrainingFailed(Exception):
@@ -46,18 +46,18 @@ class Training:
         self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
         self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
         self.memory = self.peak_memory = 0
-        self._measured = 0.0
+        self._looked = 0.0
+        self._killed_at: float | None = None
         self._mark = uuid.uuid4().hex
 
     def __enter__(self) -> "Training":
         self.folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, ROOT / "recipes" / "toy" / "task.py", TOY], check=True, capture_output=True)
         self.metrics.unlink(missing_ok=True)
         # Not under TMPDIR: the paths of Ray's sockets have to stay short.
         self._ray_folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         environment = {
             **os.environ,
-            _MARK: self._mark,
+            MARK: self._mark,
             "TMPDIR": self._ray_folder,  # wandb's temporary folders outlive a process that is killed.
             "VERL_PLATFORM": "cpu",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
@@ -70,23 +70,27 @@ class Training:
             "JE_ARROW_MALLOC_CONF": "background_thread:false",  # A process with threads cannot be forked.
             "RAY_worker_register_timeout_seconds": "600",
         }
+        task = [sys.executable, ROOT / "recipes" / "toy" / "task.py", TOY]
+        subprocess.run(task, check=True, capture_output=True, env=environment)
         address = f"{self._ray_folder}/fork.sock"
         launcher = launcher_command(address)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes")]
         command += ["--config-name", self.recipe, f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
         command += [f"ray_kwargs.ray_init.runtime_env.py_executable='{launcher}'", *self.overrides]
+        server = [sys.executable, str(ROOT / "recipes" / "fork_server.py"), "serve", address]
         with self.log.open("w") as log:
             self._fork_server, self._process = (
                 subprocess.Popen(
                     arguments,
                     cwd=ROOT,
                     env=environment,
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches only this process, which then stops the others in order.
                 )
-                for arguments in ([sys.executable, ROOT / "recipes" / "fork_server.py", "serve", address], command)
+                # The server ends the run when this pipe closes, which it does too when this process is killed.
+                for arguments, stdin in ((server, subprocess.PIPE), (command, subprocess.DEVNULL))
             )
         self.started = time.monotonic()
         return self
@@ -106,7 +110,7 @@ class Training:
         position, step, last = 0, 0, time.monotonic()
         while True:
             running = self._process.poll() is None
-            self._measure_memory()
+            self._look_around()
             lines, position = self._read_lines(position)
             for line in lines:
                 entry = json.loads(line)
@@ -116,15 +120,16 @@ class Training:
             if step >= self.steps and not running:
                 return
             if not running:
-                code = self._process.returncode
-                raise TrainingFailed(f"verl ended with code {code} after step {step}: {self._error()}")
+                raise TrainingFailed(self._failure(f"verl ended with code {self._process.returncode}", step))
             if time.monotonic() - last > self.stall_timeout:
-                raise TrainingFailed(f"no step for {self.stall_timeout:.0f} s after step {step}: {self._error()}")
+                raise TrainingFailed(self._failure(f"no step for {self.stall_timeout:.0f} s", step))
+            if self._killed_at is not None and time.monotonic() - self._killed_at > _GRACE:
+                raise TrainingFailed(self._failure("verl did not end", step))
             time.sleep(0.2)
 
     def left_behind(self) -> list[str]:
         """Return what outlived the run, after its end: processes and Ray's folder."""
-        processes = [f"process {process.pid}" for process in self._processes()]
+        processes = [f"process {process.pid}" for process in processes_of(self._mark)]
         return processes + [self._ray_folder] * Path(self._ray_folder).exists()
 
     def _read_lines(self, position: int) -> tuple[list[bytes], int]:
@@ -135,29 +140,27 @@ class Training:
             complete = file.read().rpartition(b"\n")[0]
         return complete.splitlines(), position + len(complete) + bool(complete)
 
-    def _error(self) -> str:
-        return find_error(self.log.read_text(errors="replace")) + f"\n\nThe whole log: {self.log}"
+    def _failure(self, what: str, step: int) -> str:
+        """Return what happened in a sentence, then what there is to read about it."""
+        code = self._process.poll() or 0
+        error = find_error(self.log.read_text(errors="replace"))
+        if code < 0:
+            error = f"verl's driver (process {self._process.pid}) was killed by {signal.Signals(-code).name}"
+        sentence, details = error.splitlines()[-1], error if "\n" in error else ""
+        return f"after step {step}, {sentence}\n\n{what}. {details}\nThe whole log: {self.log}"
 
-    def _processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:  # It ended meanwhile, or is not ours to look at.
-                continue
-        return found
-
-    def _measure_memory(self) -> None:
-        if time.monotonic() < self._measured + 2:  # The kernel walks every page table for it.
+    def _look_around(self) -> None:
+        if time.monotonic() < self._looked + 2:  # The kernel walks every page table for the memory.
             return
-        self._measured, total = time.monotonic(), 0
-        for process in self._processes():
+        self._looked, total = time.monotonic(), 0
+        for process in processes_of(self._mark):
             try:
                 total += process.memory_full_info().pss  # Shared pages count once.
             except psutil.Error:
                 continue
         self.memory, self.peak_memory = total, max(self.peak_memory, total)
+        if self._killed_at is None and re.search(f"^{KILLED}", self.log.read_text(errors="replace"), re.MULTILINE):
+            self._killed_at = time.monotonic()
 
     def _stop(self) -> None:
         if self._process.poll() is None:
@@ -168,9 +171,9 @@ class Training:
                 self._process.kill()
                 self._process.wait()
         self._fork_server.kill()
-        self._fork_server.wait()
+        self._fork_server.communicate()
         deadline = time.monotonic() + 5  # Ray's processes end by themselves once their driver is gone.
-        while remaining := self._processes():
+        while remaining := processes_of(self._mark):
             if time.monotonic() > deadline:
                 for process in remaining:
                     process.kill()
@@ -179,23 +182,32 @@ class Training:
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
-_CONSEQUENCE = re.compile(r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError")
+_KILLED = re.compile(rf"^{KILLED}(.*)$")
+# What follows when another process fails, or is killed: Ray's errors, gloo's, and those of verl's agent loop.
+_CONSEQUENCE = re.compile(
+    r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError|ActorUnavailableError|"
+    r"RayletDied|gloo.*(onnection|peer)|SystemExit"
+)
 
 
 def find_error(log: str) -> str:
-    """Return the traceback in a log of verl and Ray that comes first and is not the consequence of another.
+    """Return what comes first in a log of verl and Ray and is not the consequence of something else.
 
-    verl's agent loop logs what went wrong and goes on; the trainer then fails with something else.
+    That is a traceback, or a line about a process that was killed. verl's agent loop logs what went wrong and goes
+    on; the trainer then fails with something else.
     """
     lines_of: dict[str, list[tuple[int, str]]] = {}
+    errors: list[tuple[int, str]] = []
     plain = _COLOUR.sub("", log).splitlines()
     for number, line in enumerate(plain):
+        if killed := _KILLED.match(line):
+            errors.append((number, killed[1]))
         match = _SOURCE.match(line)
         source, text = match.groups() if match else ("", line)
         lines_of.setdefault(source, []).append((number, text))
-    tracebacks = sorted(block for lines in lines_of.values() for block in _tracebacks(lines))
-    causes = [text for _, text in tracebacks if not _CONSEQUENCE.search(text)] or [text for _, text in tracebacks]
-    return causes[0] if causes else "no traceback; the log ends with\n" + "\n".join(plain[-20:])
+    errors = sorted([*errors, *(block for lines in lines_of.values() for block in _tracebacks(lines))])
+    causes = [text for _, text in errors if not _CONSEQUENCE.search(text)] or [text for _, text in errors]
+    return causes[0] if causes else "\n".join(["the log ends with", *plain[-20:], "no traceback"])
 
 
 def _tracebacks(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:

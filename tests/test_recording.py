@@ -2,9 +2,9 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
-import torch
 from batches import Options, build, cut, make_leaves, make_sequences
 
 from trinity_loss import EnginePolicyLoss, LossConfig
@@ -49,13 +49,15 @@ def test_the_configuration_is_saved(tmp_path):
 
 
 def test_nothing_half_written_stays(tmp_path, monkeypatch):
-    """A full disk while writing: the error comes through, and neither a part nor a temporary file is left."""
+    """A full disk while writing: the error names the file, and neither a part nor a temporary file is left."""
+    write = Path.write_bytes
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def full(path, content):
+        write(path, content[:100])
+        raise OSError(28, "No space left on device")  # Without a name, as Python does it.
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*rank-0\.pt"):
         record(tmp_path)
     assert os.listdir(tmp_path) == []
 

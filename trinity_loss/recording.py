@@ -6,10 +6,10 @@ with the cut that the engine made) and ``config.json``, the :class:`trinity_loss
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -65,6 +65,9 @@ class Recorder:
             folder: Of the mini-batch; made where missing.
             rank: Data-parallel rank.
             config: What trained.
+
+        Raises:
+            OSError: The file, which is named, cannot be written, as on a full disk.
         """
         if self._bytes > self._max_bytes:
             warnings.warn(
@@ -78,10 +81,14 @@ class Recorder:
         sizes = [part["response_lengths"].numel() for part in self._parts]
         ends = list(accumulate(sizes))
         merged["cut"] = [[list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]]
-        _write_atomically(folder / f"rank-{rank}.pt", lambda path: torch.save(MiniBatch(**merged).to_dict(), path))
+        merged["group_size"] = max(mode.group_size for mode in config.aggregation_modes.values())
+        # In memory first: torch's error for a full disk says neither that it is full nor which file it was.
+        content = io.BytesIO()
+        torch.save(MiniBatch(**merged).to_dict(), content)
+        _write_atomically(folder / f"rank-{rank}.pt", content.getvalue())
         if rank == 0:
             text = json.dumps(asdict(config), indent=2, default=str)
-            _write_atomically(folder / "config.json", lambda path: Path(path).write_text(text))
+            _write_atomically(folder / "config.json", text.encode())
 
 
 def _flat_part(batch: MicroBatch) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def _concatenate(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if not parts:
         raise MissingFieldError("no micro-batch was recorded")
     merged: dict[str, Any] = {"totals": parts[0]["totals"], "token_fields": {}}
+    merged["group_size"] = parts[0].get("group_size", 1)
     merged["uids"] = None if parts[0]["uids"] is None else [uid for part in parts for uid in part["uids"]]
     for name in parts[0]:
         if not isinstance(parts[0][name], Tensor):
@@ -132,15 +140,15 @@ def _concatenate(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _write_atomically(path: Path, write: Any) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_recording(path: str | Path) -> MiniBatch:
