@@ -1,20 +1,22 @@
 PYTHON ?= python3.11
 STEPS ?= 60
+RECIPE ?= cpu_grpo
 RESUME ?=
 ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup train compare soak test test-all lint format clean
+.PHONY: help setup train compare check-gpu soak test test-all lint format clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
-	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 ARGS='hydra overrides'"
+	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 RECIPE=cpu_grpo ARGS='hydra overrides'"
 	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
 	@echo "make test              run the fast tests: ARGS='pytest arguments'"
 	@echo "make test-all          run all tests, those that train and build for minutes too"
 	@echo "make soak              train again and again, then for long: does it leave anything, does memory grow?"
+	@echo "make check-gpu         on a machine with GPUs: what a CPU cannot show, in ten minutes"
 	@echo "make lint | format     check | fix the style"
 	@echo "make clean             remove caches, builds and runs"
 
@@ -27,7 +29,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt requirements/no-deps.txt
 	touch $@
 
 train: setup
-	$(BIN)/python recipes/train_cpu.py --steps $(STEPS) $(if $(filter-out 0,$(RESUME)),--resume) $(ARGS)
+	$(BIN)/python recipes/train_cpu.py --recipe $(RECIPE) --steps $(STEPS) $(if $(filter-out 0,$(RESUME)),--resume) $(ARGS)
 
 compare: setup
 	$(BIN)/python recipes/compare_with_verl.py $(ARGS)
@@ -37,6 +39,9 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+check-gpu: setup
+	$(BIN)/python recipes/gpu/check.py $(ARGS)
 
 soak: setup
 	$(BIN)/python recipes/soak.py $(ARGS)
