@@ -25,7 +25,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from trinity_loss.aggregation import Totals
-from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.errors import BatchError, FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.tokens import ResponseTokens, is_jagged, jagged_parts
 
 #: A TensorDict, or any mapping.
@@ -38,6 +38,8 @@ _SWITCHES = {
     "rollout_is_weights": "algorithm.rollout_correction.rollout_is makes verl compute it",
     "entropy": "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it",
 }
+
+_EMPTY_PROMPT = "a prompt is empty; the first response token needs one before it"
 
 
 def get_value(data: MicroBatchData, key: str) -> Any:
@@ -121,7 +123,7 @@ class MicroBatch:
         totals: What was counted over the mini-batch.
         shape: Shape that a dense field must have, None in the nested layout.
         faults: 0-d bool tensors on the device, true where the micro-batch contradicts itself, with the
-            message to raise then.
+            error to raise then.
     """
 
     data: MicroBatchData
@@ -130,7 +132,7 @@ class MicroBatch:
     entropy: Source | None
     totals: Totals
     shape: torch.Size | None
-    faults: list[tuple[Tensor, str]] = field(default_factory=list)
+    faults: list[tuple[Tensor, BatchError]] = field(default_factory=list)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -185,7 +187,7 @@ class MicroBatch:
             self.faults.append(
                 (
                     torch.ne(offsets, cast(Tensor, self.tokens.offsets)).any(),
-                    f"{name} is jagged with other sequence lengths than response_mask",
+                    FieldShapeError(f"{name} is jagged with other sequence lengths than response_mask"),
                 )
             )
             return values
@@ -219,12 +221,15 @@ class MicroBatch:
         self.faults.append(
             (
                 (counts < tokens.counts).any(),
-                "prompt_num_tokens is smaller than the tokens of a sequence here; expected those of its prompt group "
-                "over the whole mini-batch",
+                FieldShapeError(
+                    "prompt_num_tokens is smaller than the tokens of a sequence here; expected those of its prompt "
+                    "group over the whole mini-batch"
+                ),
             )
         )
         if self.totals.batch_num_prompts == 0:
-            self.faults.append((tokens.num_tokens > 0, "batch_num_prompts is 0, but the mask counts tokens here"))
+            error = TotalsError("batch_num_prompts is 0, but the mask counts tokens here")
+            self.faults.append((tokens.num_tokens > 0, error))
         return counts
 
 
@@ -253,7 +258,7 @@ def read_micro_batch(
     _check_output("log_probs", log_probs)
     if entropy is not None:
         _check_output("entropy", entropy)
-    faults: list[tuple[Tensor, str]] = []
+    faults: list[tuple[Tensor, BatchError]] = []
     shape: torch.Size | None = None
     if is_jagged(mask):
         tokens = ResponseTokens.from_jagged(*jagged_parts(mask))
@@ -332,7 +337,7 @@ def _entropy_source(entropy: Tensor, log_probs: Tensor, index: Tensor | None) ->
     return _make_source(entropy, index)
 
 
-def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, str]]) -> Tensor:
+def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, BatchError]]) -> Tensor:
     """Where each sequence (prompt + response) ends in the flat model output, int64 [S]."""
     if not is_jagged(log_probs):
         return total_lengths.cumsum(0)
@@ -344,14 +349,14 @@ def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[
     faults.append(
         (
             (offsets.diff() != total_lengths).any(),
-            "log_probs is jagged with other lengths than prompt + response of each sequence",
+            FieldShapeError("log_probs is jagged with other lengths than prompt + response of each sequence"),
         )
     )
     return offsets[1:]
 
 
 def _nested_index(
-    log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: list[tuple[Tensor, str]]
+    log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: list[tuple[Tensor, BatchError]]
 ) -> Tensor:
     prompts = get_value(data, "prompts")
     if not isinstance(prompts, Tensor) or not is_jagged(prompts):
@@ -364,7 +369,7 @@ def _nested_index(
     prompt_lengths = jagged_parts(prompts)[1].diff()
     if prompt_lengths.numel() != tokens.num_slots:
         raise FieldShapeError(f"prompts holds {prompt_lengths.numel()} sequences; response_mask {tokens.num_slots}")
-    faults.append(((prompt_lengths < 1).any(), "a prompt is empty; the first response token needs one before it"))
+    faults.append(((prompt_lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
     ends = _sequence_ends(log_probs, prompt_lengths + tokens.lengths, faults)
     assert tokens.offsets is not None
     # The place of token t is t - 1 plus all prompts up to its own: steps of 1, and of a prompt more where a response
@@ -380,7 +385,7 @@ def _padded_index(
     data: MicroBatchData,
     tokens: ResponseTokens,
     shape: torch.Size,
-    faults: list[tuple[Tensor, str]],
+    faults: list[tuple[Tensor, BatchError]],
 ) -> Tensor:
     prompts, attention_mask = get_value(data, "prompts"), get_value(data, "attention_mask")
     if not isinstance(prompts, Tensor) or not isinstance(attention_mask, Tensor):
@@ -397,14 +402,14 @@ def _padded_index(
         )
     prompt_lengths = attention_mask[:, :prompt_width].sum(1)
     lengths = attention_mask[:, prompt_width:].sum(1)
-    faults.append(((prompt_lengths < 1).any(), "a prompt is empty; the first response token needs one before it"))
+    faults.append(((prompt_lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
     ends = _sequence_ends(log_probs, prompt_lengths + lengths, faults)
     position = torch.arange(width, device=lengths.device)
     beyond = position >= lengths[:, None]
     faults.append(
         (
             (beyond.reshape(-1) & tokens.mask).any(),
-            "response_mask counts tokens that attention_mask leaves out",
+            FieldShapeError("response_mask counts tokens that attention_mask leaves out"),
         )
     )
     start = ends - lengths - 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
 from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch, read_totals
 from trinity_loss.config import LossConfig
-from trinity_loss.errors import FieldShapeError, MissingFieldError, NonFiniteError, TotalsError
+from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
 from trinity_loss.kl import kl_penalty
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
@@ -237,9 +237,9 @@ class TrinityPolicyLoss:
         """Raises where totals contradict the micro-batch; here nothing reads them."""
 
     def _raise_faults(self, batch: MicroBatch, checks: dict[str, float], numbers: dict[str, float]) -> None:
-        for number, (_, message) in enumerate(batch.faults):
+        for number, (_, error) in enumerate(batch.faults):
             if checks[f"fault {number}"]:
-                raise FieldShapeError(message)
+                raise error
         for name, total in checks.items():
             if not math.isfinite(total):
                 source = {"log_probs": batch.log_probs, "entropy": batch.entropy}.get(name)
