@@ -20,6 +20,8 @@ from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 LEVELS = ("token", "sequence", "geometric")
 _LOG_RATIO_LIMIT = 20.0
+#: Beyond it a perplexity is infinite in float32, and so are the sums that it is in. verl has no limit there.
+_LOG_PERPLEXITY_LIMIT = 80.0
 
 
 def check_level(level: str, upper: float, lower: float) -> None:
@@ -36,6 +38,11 @@ def check_level(level: str, upper: float, lower: float) -> None:
 def limited_exp(log_ratio: Tensor) -> Tensor:
     """The ratio of a log-ratio clamped to ±20."""
     return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+
+
+def perplexity(log_perplexity: Tensor) -> Tensor:
+    """e to a log-perplexity, or to a difference of two, that is clamped to ±80."""
+    return log_perplexity.clamp(-_LOG_PERPLEXITY_LIMIT, _LOG_PERPLEXITY_LIMIT).exp()
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +148,13 @@ def add_offpolicy_metrics(
     ratio = limited_exp(log_ratio.values)
     of_sequence = limited_exp(log_ratio.of_sequence("sequence"))
     per_sequence: Mapping[str, Tensor] = {
-        "training_ppl": log_ppl.exp(),
+        "training_ppl": perplexity(log_ppl),
         "training_log_ppl": log_ppl,
-        "rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_ppl": perplexity(rollout_log_ppl),
         "rollout_log_ppl": rollout_log_ppl,
         "log_ppl_diff": difference,
         "log_ppl_abs_diff": difference.abs(),
-        "ppl_ratio": difference.exp(),
+        "ppl_ratio": perplexity(difference),
         "chi2_seq": of_sequence.square() - 1,
     }
     per_token: Mapping[str, Tensor] = {
