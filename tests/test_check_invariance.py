@@ -177,6 +177,38 @@ def test_a_fault_in_one_term_is_told_from_the_others(mean, term):
     assert off == {"gradient", term}
 
 
+@pytest.mark.parametrize(("dtype", "epsilon"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+def test_rounding_and_little_more_are_told_apart(dtype, epsilon):
+    """Three ranks round, no cell more than that; a factor of 1 + epsilon on the pieces is in every cell."""
+    loss_fn, batch = EnginePolicyLoss(LossConfig()), make_mini_batch(14)
+
+    def off(*, model_output, data, dp_group):
+        loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        return loss * (1 if len(data) == batch.num_sequences else 1 + epsilon), metrics
+
+    options = {"batch": batch, "micro_batches": (1, 3), "dp_sizes": (1, 3), "layouts": ("nested",), "dtype": dtype}
+    right, wrong = check_invariance(loss_fn, **options), check_invariance(off, tolerance=epsilon / 2, **options)
+    error = max(d.error for row in right.rows for d in row.gradients.values())
+    assert 0 < error < torch.finfo(dtype).eps
+    assert right.ok
+    assert not wrong.ok
+    pieces = [row for row in wrong.rows if row.cut.micro_batches * len(row.cut.ranks) > 1]
+    assert all(row.gradients["gradient"].error == pytest.approx(epsilon, rel=0.2) for row in pieces)
+
+
+def test_a_loss_that_raises_where_it_is_looked_into():
+    """Ours refuses a micro-batch that holds more than the totals say; that is no reason to say nothing."""
+    loss_fn = EnginePolicyLoss(LossConfig())
+
+    def off(*, model_output, data, dp_group):
+        loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        return loss * (1 if len(data) == 14 else 1.0001), metrics
+
+    report = quick(off)
+    assert [finding.name for finding in report.findings] == ["unexplained"]
+    assert "TotalsError" in report.sentence
+
+
 def test_two_faults_are_both_named():
     def both(values, mask, data):
         return over_the_width(values, mask, data) / data["dp_size"]

@@ -92,6 +92,8 @@ class AggregationMode:
 
     has_scale_factor: ClassVar[bool] = False
     needs_prompt_groups: ClassVar[bool] = False
+    #: So many consecutive sequences are one, and must stay together in a micro-batch.
+    group_size: ClassVar[int] = 1
 
     @property
     def total(self) -> str | None:

@@ -106,9 +106,8 @@ def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) ->
         policy_loss["loss_agg_mode"] = mode
     actor = actor_config(config, policy_loss, **changes)
     made = loss_config(actor)
-    pairs = made.loss_mode == "dpo"
     name = _title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor)
-    return Candidate(name, EnginePolicyLoss(made), token_budgets(actor), 2 if pairs else 1)
+    return Candidate(name, EnginePolicyLoss(made), token_budgets(actor), made.aggregation_modes["pg"].group_size)
 
 
 def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:

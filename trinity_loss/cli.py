@@ -91,6 +91,14 @@ def _parser() -> _Parser:
     )
     verify.add_argument("--micro-batches", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="per rank")
     verify.add_argument("--ranks", type=_numbers, default=(1, 2, 4), metavar="N,N", help="data-parallel ranks")
+    verify.add_argument(
+        "--token-budgets",
+        type=_numbers,
+        default=(),
+        metavar="N,N",
+        help="of verl's dynamic batch size, per micro-batch",
+    )
+    verify.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="(default: %(default)s)")
     verify.add_argument("--seed", type=int, default=0, metavar="N")
     verify.add_argument("--tolerance", type=float, default=None, metavar="X", help="relative, taken for rounding")
     verify.add_argument(
@@ -156,6 +164,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _run_verify(arguments: argparse.Namespace) -> bool:
+    import torch
+
     from trinity_loss.verify import Options, verify
     from trinity_loss.verl.composed import compose
 
@@ -174,6 +184,8 @@ def _run_verify(arguments: argparse.Namespace) -> bool:
         micro_batches=arguments.micro_batches,
         dp_sizes=arguments.ranks,
         seed=arguments.seed,
+        token_budgets=arguments.token_budgets,
+        dtype=getattr(torch, arguments.dtype),
         tolerance=arguments.tolerance,
         strict=arguments.strict,
         json=arguments.json,

@@ -8,7 +8,7 @@ the exponential, as verl does. How a loss is written and registered: :mod:`trini
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -302,6 +302,8 @@ def sft(inputs: PolicyInputs) -> TokenLoss:
 @dataclass(frozen=True)
 class PairMean(AggregationMode):
     """Mean over pairs of sequences that stand next to each other."""
+
+    group_size: ClassVar[int] = 2
 
     @property
     def total(self) -> str:

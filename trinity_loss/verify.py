@@ -17,7 +17,7 @@ import torch
 
 from trinity_loss.candidates import Candidate, Maker, candidates
 from trinity_loss.errors import ConfigError, TrinityLossError
-from trinity_loss.invariance.check import LAYOUTS, TOLERANCE, check_invariance, check_subject
+from trinity_loss.invariance.check import LAYOUTS, check_invariance, check_subject
 from trinity_loss.invariance.draw import make_mini_batch
 from trinity_loss.invariance.engine import Builder
 from trinity_loss.invariance.layouts import remembering
@@ -31,8 +31,9 @@ from trinity_loss.verl.harness.cases import EngineName
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-#: ``:all`` tries every loss in every mode on fewer cuts of a smaller mini-batch.
-_FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 14, (1, 3), (1, 2)
+#: ``:all`` tries every loss in every mode on fewer cuts of a smaller mini-batch. Three ranks: a division by two
+#: does not round, and then every gradient of a loss that is right has the very bits of the whole.
+_FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 18, (1, 3), (1, 3)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Options:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     dp_sizes: tuple[int, ...] = (1, 2, 4)
     seed: int = 0
+    token_budgets: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
     tolerance: float | None = None
     strict: bool | None = None
     json: bool = False
@@ -105,10 +108,11 @@ def _verify(candidate: Candidate, options: Options) -> Report:
             options.micro_batches,
             options.dp_sizes,
             options.seed,
-            token_budgets=candidate.token_budgets,
-            tolerance=options.tolerance or TOLERANCE,
+            token_budgets=options.token_budgets or candidate.token_budgets,
+            tolerance=options.tolerance,
             strict=options.strict,
             name=candidate.name,
+            dtype=options.dtype,
         )
     except TrinityLossError as error:
         raise ConfigError(f"{candidate.name}: {error}") from error
@@ -178,12 +182,13 @@ def _verify_briefly(options: Options, makers: Sequence[Maker], build: Builder, n
     if candidate.group_size > 1:
         batch = replace(batch, group_size=candidate.group_size)
     try:
-        subject = Subject(candidate.loss_fn, batch.to(torch.float64), LAYOUTS, options.seed, build)
+        subject = Subject(candidate.loss_fn, batch.to(options.dtype), LAYOUTS, options.seed, build)
         return check_subject(
             subject,
             _FEW_MICRO_BATCHES,
             _FEW_RANKS,
-            tolerance=options.tolerance or TOLERANCE,
+            token_budgets=options.token_budgets,
+            tolerance=options.tolerance,
             strict=strict,
             name=candidate.name,
         )

@@ -19,8 +19,8 @@ from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
 from trinity_loss.loss import TrinityPolicyLoss
 
-#: Largest relative deviation that is taken for rounding, in float64.
-TOLERANCE = 1e-6
+#: Largest relative deviation that is taken for rounding, by the type that is computed in.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 LAYOUTS: tuple[Layout, ...] = ("nested", "padded", "packed")
 
 
@@ -33,13 +33,14 @@ def check_invariance(
     *,
     layouts: Sequence[Layout] = LAYOUTS,
     token_budgets: Sequence[int] = (),
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     strict: bool | None = None,
     name: str | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Report:
     """Cuts a mini-batch every way and compares gradient, reported loss and metrics with the whole.
 
-    The loss is called as verl's engines call it, in float64, in every layout that it takes. Deviations are
+    The loss is called as verl's engines call it, in every layout that it takes. Deviations are
     taken term by term, since a large term hides a wrong small one.
 
     Args:
@@ -52,16 +53,18 @@ def check_invariance(
         layouts: Layouts to try: ``nested`` is verl's v1 trainer, ``padded`` its v0 trainer, ``packed`` dense rows
             with ``segment_ids``. A layout that the loss does not take is left out, and the report says so.
         token_budgets: Further cuts by verl's dynamic batch size, with these token budgets.
-        tolerance: Largest relative deviation that is taken for rounding.
+        tolerance: Largest relative deviation that is taken for rounding; None: that of ``dtype``, 1e-6 in float64
+            and 1e-5 in float32.
         strict: Whether metrics that depend on the cut, and NaN at masked tokens, make the loss fail too; None:
             only for the losses of this package. They are reported in any case.
         name: Name of the loss in the report.
+        dtype: What everything is computed in.
 
     Returns:
         The report. :attr:`Report.ok` says whether gradient and reported loss are those of the whole.
 
     Raises:
-        ConfigError: A number of pieces is not positive.
+        ConfigError: A number of pieces is not positive, or the type is neither float64 nor float32.
         Exception: What the loss raises on the whole mini-batch, where it takes no layout at all.
 
     Example:
@@ -78,7 +81,9 @@ def check_invariance(
     micro_batches, dp_sizes = _numbers("micro_batches", micro_batches), _numbers("dp_sizes", dp_sizes)
     if batch is None:
         batch = make_mini_batch(max(36, max(micro_batches) * max(dp_sizes) + 2), seed)
-    batch = batch.to(torch.float64)
+    if dtype not in TOLERANCES:
+        raise ConfigError(f"dtype is {dtype!r}; expected torch.float64 or torch.float32")
+    batch = batch.to(dtype)
     subject = Subject(loss_fn, batch, tuple(layouts), seed)
     return check_subject(
         subject,
@@ -97,13 +102,14 @@ def check_subject(
     dp_sizes: Sequence[int],
     *,
     token_budgets: Sequence[int] = (),
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     strict: bool = False,
     name: str = "",
 ) -> Report:
     """:func:`check_invariance` of a loss that was tried on its mini-batch already."""
     skipped = list(subject.skipped)
     batch, seed = subject.batch, subject.seed
+    tolerance = tolerance or TOLERANCES[batch.log_probs.dtype]
     cuts = all_cuts(batch, micro_batches, dp_sizes, seed, subject.layouts, token_budgets, skipped)
     rows = tuple(measure_row(subject, cut) for cut in cuts)
     return Report(
@@ -216,7 +222,9 @@ def metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
 
 
 def _float32_error(subject: Subject) -> float:
-    """Relative difference between float32 and float64 on the whole mini-batch."""
+    """Relative difference between float32 and float64 on the whole mini-batch; NaN where there is no float64."""
+    if subject.batch.log_probs.dtype != torch.float64:
+        return float("nan")
     single = variant(subject.batch, "to", torch.float32)
     try:
         outcome = subject.run(Cut("even", ((tuple(range(single.num_sequences)),),), subject.base), single)

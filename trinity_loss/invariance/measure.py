@@ -30,7 +30,7 @@ def variant(batch: MiniBatch, method: str, *arguments: Any) -> MiniBatch:
 
 
 #: A term smaller than this share of the gradient is rounding.
-_NOTHING = 1e-12
+_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Subject:
     def rest(self) -> str | None:
         """Name of what is left without the policy gradient: ``kl``, ``rest``, or None for nothing."""
         left = self.run(whole(self.calm, self.base), self.calm).log_prob_gradient
-        if float(left.norm()) <= _NOTHING * float(self.outcome.log_prob_gradient.norm()):
+        if float(left.norm()) <= _NOTHING[self.batch.log_probs.dtype] * float(self.outcome.log_prob_gradient.norm()):
             return None
         reference = self.calm.token_fields.get("ref_log_prob")
         if reference is None:
@@ -178,7 +178,8 @@ class Subject:
             left = self.run(cut, calm, totals).log_prob_gradient
             terms |= {"pg": log_probs - left, self.rest: left}
         terms["entropy"] = entropy
-        present = self._present if "whole" in self.__dict__ else _not_nothing(terms)
+        nothing = _NOTHING[self.batch.log_probs.dtype]
+        present = self._present if "whole" in self.__dict__ else _not_nothing(terms, nothing)
         return Measurement(outcome, {name: terms[name] for name in terms if name in present})
 
     @cached_property
@@ -186,11 +187,9 @@ class Subject:
         return frozenset(self.whole.terms)
 
 
-def _not_nothing(terms: Mapping[str, Tensor]) -> frozenset[str]:
-    norm = float(terms["gradient"].norm())
-    return frozenset(
-        name for name, gradient in terms.items() if name == "gradient" or float(gradient.norm()) > _NOTHING * norm
-    )
+def _not_nothing(terms: Mapping[str, Tensor], nothing: float) -> frozenset[str]:
+    norm = nothing * float(terms["gradient"].norm())
+    return frozenset(name for name, gradient in terms.items() if name == "gradient" or float(gradient.norm()) > norm)
 
 
 def describe(error: Exception) -> str:

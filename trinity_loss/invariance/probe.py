@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.invariance.cuts import Cut, Layout
-from trinity_loss.invariance.measure import Subject, variant
+from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 
 _SAME = 1e-3
@@ -50,7 +50,14 @@ def with_masked(subject: Subject, *lengths: int) -> tuple[MiniBatch, list[int]]:
 
 def causes(subject: Subject, term: str) -> list[Cause]:
     """What makes this term depend on the cut; never empty."""
-    probe = Probe(subject, term)
+    try:
+        return _causes(Probe(subject, term))
+    except Exception as error:
+        # A loss may refuse an experiment, as ours does twice as many tokens as the totals say there are.
+        return [Cause("unexplained", f"{{}} raises where it is looked into: {describe(error)}")]
+
+
+def _causes(probe: Probe) -> list[Cause]:
     found = []
     width = probe.width()
     if abs(width - 1) > _SAME:
