@@ -120,18 +120,19 @@ def aggregate(
     *,
     loss_scale_factor: float | None = None,
     count_empty_sequences: bool = True,
-    tokens: int | None = None,
+    before: list[int] | None = None,
 ) -> tuple[Tensor, float]:
     """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
 
-    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token. ``tokens`` is
-    what a token mean divides by where that is more than the values: before rejection.
+    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token. ``before`` is how
+    many tokens each sequence had before the loss rejected some: a mean over the tokens of the mini-batch, or of a
+    prompt group, divides by those.
     """
+    before = [len(v) for v in values] if before is None else before
     nothing = scalar(0.0)
     counted = [v for v in values if v or count_empty_sequences]
     if mode == "token-mean":
-        count = sum(len(v) for v in values) if tokens is None else tokens
-        return sum((x for v in values for x in v), nothing), float(count)
+        return sum((x for v in values for x in v), nothing), float(sum(before))
     if mode == "token-sum":
         return sum((x for v in values for x in v), nothing), 1.0
     if mode == "constant":
@@ -146,10 +147,12 @@ def aggregate(
         return sum((sum(v, nothing) / len(v) for v in counted if v), nothing), float(len(counted))
     if mode == "prompt-mean":
         groups: dict[str, list[Tensor]] = defaultdict(list)
-        for uid, v in zip(uids, values, strict=True):
+        sizes: dict[str, int] = defaultdict(int)
+        for uid, v, size in zip(uids, values, before, strict=True):
             groups[uid].extend(v)
-        kept = [g for g in groups.values() if g or count_empty_sequences]
-        return sum((sum(g, nothing) / len(g) for g in kept if g), nothing), float(len(kept))
+            sizes[uid] += size
+        kept = [uid for uid in groups if sizes[uid] or count_empty_sequences]
+        return sum((sum(groups[uid], nothing) / sizes[uid] for uid in kept if sizes[uid]), nothing), float(len(kept))
     raise ValueError(mode)
 
 
@@ -510,14 +513,14 @@ def evaluate(
     )
     uids = [s.uid for s in samples]
 
-    def total(values: list[list[Tensor]], tokens: int | None = None) -> Tensor:
+    def total(values: list[list[Tensor]], before: list[int] | None = None) -> Tensor:
         numerator, denominator = aggregate(
             values,
             uids,
             loss_agg_mode,
             loss_scale_factor=loss_scale_factor,
             count_empty_sequences=count_empty_sequences,
-            tokens=tokens,
+            before=before,
         )
         return ratio(numerator, denominator)
 
@@ -528,12 +531,12 @@ def evaluate(
     else:
         token_losses, reported = [], defaultdict(list)
         weights_of = [s.rollout_is_weights for s in samples] if use_weights else None
-        effective, policy_loss, tokens = samples, POLICY_LOSSES.get(loss_mode), None
+        effective, policy_loss, before = samples, POLICY_LOSSES.get(loss_mode), None
         if loss_mode == "bypass_mode":
             reinforce = args.loss_type == "reinforce"
             weights_of = bypass_weights(samples, args) if reinforce else None
             effective, policy_loss = rejected(samples, args), drifting_gpg if reinforce else ppo
-            tokens = sum(s.tokens for s in samples) if count_rejected_tokens else None
+            before = [s.tokens for s in samples] if count_rejected_tokens else None
         assert policy_loss is not None, loss_mode
         for i, (s, leaf) in enumerate(zip(effective, leaves, strict=True)):
             weights = None if weights_of is None else s.valid(weights_of[i])
@@ -545,7 +548,7 @@ def evaluate(
             token_losses.append(losses)
             for key, values in per_token.items():
                 reported[key].extend(values)
-        pg = total(token_losses, tokens)
+        pg = total(token_losses, before)
         metrics = {key: mean(values) for key, values in reported.items()}
     metrics["actor/pg_loss"] = pg.item()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import LAYOUTS, assert_equals_oracle, build, cut, make_leaves, make_sequences, poisoned, run
+from batches import LAYOUTS, assert_equals_oracle, build, cut, make_leaves, make_sequences, poisoned, run, sequence
 from oracle import MODES, evaluate
 from ours import check, in_mode, run_ours
 
@@ -336,10 +336,11 @@ BYPASS = {
 }
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "prompt-mean"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BYPASS)
 def test_bypass_mode_on_cuts(name, mode):
-    """verl's bypass mode: the loss weighs and rejects by itself; a token mean divides by the rejected ones too."""
+    """verl's bypass mode: the loss weighs and rejects by itself. A mean over the tokens of the mini-batch, or of a
+    prompt group, divides by the rejected ones too."""
     settings = in_mode(mode, 3.5) | CLIP
     settings |= {"loss_mode": "bypass_mode", "loss_args": NO_BYPASS | BYPASS[name]}
     turn = MODES.index(mode) + list(BYPASS).index(name)
@@ -347,10 +348,22 @@ def test_bypass_mode_on_cuts(name, mode):
         check(settings, cut(SAMPLES, micro, ranks, how), LAYOUTS[(i + turn) % 3], counts=True)
 
 
-def test_bypass_mode_cannot_count_what_it_will_keep():
+def test_rejection_leaves_the_size_of_a_prompt_group():
+    """Four tokens of two answers, one of them rejected: the others weigh a quarter each, together and apart."""
+    one = sequence(3, log_probs=[-1.0, -1.0, -1.0], old_log_probs=[-1.0, -1.0, -4.0], advantages=[1.0] * 3)
+    two = sequence(1, log_probs=[-1.0], old_log_probs=[-1.0], advantages=[1.0])
+    arguments = NO_BYPASS | {"rollout_rs": "token_k2", "rollout_rs_threshold": "1"}
+    settings = in_mode("prompt-mean") | {"loss_mode": "bypass_mode", "loss_args": arguments}
+    for layout in LAYOUTS:
+        for micro in (1, 2):
+            assert run_ours(settings, cut((one, two), micro), layout).loss == pytest.approx(-3 / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "prompt-mean"])
+def test_bypass_mode_cannot_count_what_it_will_keep(mode):
     """How many tokens the whole mini-batch keeps is not known while its first micro-batch is computed."""
     with pytest.raises(ValueError, match="count_rejected_tokens"):
-        LossConfig(loss_mode="bypass_mode", count_rejected_tokens=False)
+        LossConfig(loss_mode="bypass_mode", loss_agg_mode=mode, count_rejected_tokens=False)
 
 
 def test_bypass_mode_reports_what_it_rejected():
