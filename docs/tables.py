@@ -1,23 +1,54 @@
-"""Writes the tables of docs/invariance.md from what ``trinity-loss verify --json`` found.
+"""Writes docs/invariance.md from what ``trinity-loss verify --json`` found.
 
 trinity-loss verify --loss ours:all --json > runs/ours.json
+trinity-loss verify --loss ours:all --dtype float32 --json > runs/ours-float32.json
 trinity-loss verify --loss verl:all --json > runs/verl.json
 trinity-loss verify --loss trinity:all --json > runs/trinity.json
-python docs/tables.py runs/ours.json runs/verl.json runs/trinity.json > docs/invariance.md
+python docs/tables.py runs/ours.json runs/ours-float32.json runs/verl.json runs/trinity.json > docs/invariance.md
 """
 
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.invariance import Report, check_invariance, make_mini_batch
 
 HEAD = """# What depends on the cut
 
 Made by `python docs/tables.py`, whose head names the commands. A mini-batch of ragged sequences, with holes in masks
-and fully masked ones is cut into micro-batches (even, uneven, by verl's dynamic batch size), dealt to ranks, reordered,
-padded to other widths, packed, and scaled as FSDP and as Megatron do, in float64.
+and fully masked ones is cut into micro-batches (even, uneven, by verl's dynamic batch size), dealt to one and to three
+ranks, reordered, padded to other widths, packed, and scaled as FSDP and as Megatron do.
+
+A cell is the largest relative deviation from the mini-batch in one piece, over all cuts: **bold** where it is more than
+rounding, `0` where no bit differs, `∞` where the loss raises an error or is NaN on some cut, `–` where there is no such
+combination.
 """
+
+SMALL_ERRORS = """## Are the zeros zeros?
+
+The cells of trinity_loss are as good as the arithmetic. The gradient of a token is computed from its own sequence and
+one weight, and the same numbers give the same bits in any micro-batch. Only three ranks leave a trace, since the weight
+is multiplied by their number and the engine divides by it; with one, two and four ranks every cell is 0. What adds up
+over micro-batches, the reported loss and the metrics, differs by the order of the sum.
+
+The check sees what is larger than that. `ppo` with a factor of 1 + ε on the loss of every piece, but not of the whole:
+"""
+
+TITLES = {
+    "ours": "trinity_loss",
+    "ours-float32": "trinity_loss, float32",
+    "verl": "verl 0.9.1",
+    "trinity": "Trinity-RFT 0.6.0",
+}
+#: What is taken for rounding and not written in bold.
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+_MOMENTS = "trinity_loss/moments/"
 
 
 def reports(path: str) -> list[dict[str, Any]]:
@@ -26,67 +57,106 @@ def reports(path: str) -> list[dict[str, Any]]:
     return found if isinstance(found, list) else [found]
 
 
+def dtype_of(family: str) -> torch.dtype:
+    """What a family was computed in."""
+    return torch.float32 if family.endswith("float32") else torch.float64
+
+
 def number(value: Any) -> float:
     """A deviation; what is not finite is written as a word."""
     return float(value) if value is not None else math.nan
 
 
-def written(error: float) -> str:
+def written(error: float, rounding: float) -> str:
     """A cell: plain where it is rounding, bold where it is not."""
     if math.isnan(error):
         return "–"
-    return f"{error:.0e}" if error <= 1e-10 else f"**{error:.1%}**" if error < 1e3 else "**∞**"
+    if error <= rounding:
+        return f"{error:.0e}" if error else "0"
+    return f"**{error:.0e}**" if error < 1e-3 else f"**{error:.1%}**" if error < 1e3 else "**∞**"
 
 
-def worst(report: dict[str, Any]) -> float:
+def worst(report: Mapping[str, Any]) -> float:
     """The largest relative deviation of any gradient, each term alone, over all cuts."""
     errors = [number(d["error"]) for row in report["rows"] for d in row["gradients"].values()]
     errors += [math.inf for row in report["rows"] if row["failure"]]
     return max((e for e in errors if not math.isnan(e)), default=math.nan)
 
 
-def gradient_table(found: list[dict[str, Any]]) -> list[str]:
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def gradient_table(found: list[dict[str, Any]], rounding: float) -> str:
     """Rows are losses, columns are modes."""
     cells = {}
     for report in found:
         loss, _, mode = report["loss"].partition(":")[2].partition(" ")
         cells[loss, mode] = worst(report)
     losses, modes = list(dict.fromkeys(k[0] for k in cells)), list(dict.fromkeys(k[1] for k in cells))
-    lines = ["| loss | " + " | ".join(f"`{m}`" for m in modes) + " |", "|---" * (len(modes) + 1) + "|"]
-    for loss in losses:
-        row = (written(cells.get((loss, mode), math.nan)) for mode in modes)
-        lines.append(f"| `{loss}` | " + " | ".join(row) + " |")
-    return lines
+    rows = [[f"`{loss}`", *(written(cells.get((loss, mode), math.nan), rounding) for mode in modes)] for loss in losses]
+    return table(["loss", *(f"`{mode}`" for mode in modes)], rows)
 
 
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
-    """Each metric's largest relative deviation over all losses, modes and cuts."""
+    """Each metric's largest relative deviation over all losses, modes and cuts.
+
+    A statistic of ours that is made of sums at the end of a mini-batch is as far off as the worst of its sums.
+    """
     worst_of: dict[str, float] = {}
     for report in found:
         if "seq-mean-token-sum-norm/None" in report["loss"]:
             continue
         for row in report["rows"]:
             for key, deviation in row["metrics"].items():
+                name = key.removeprefix(_MOMENTS).split("/", 2)[2] if key.startswith(_MOMENTS) else key
                 error = number(deviation["error"])
                 if not math.isnan(error):
-                    worst_of[key] = max(worst_of.get(key, 0.0), error)
+                    worst_of[name] = max(worst_of.get(name, 0.0), error)
     return worst_of
+
+
+def planted(epsilon: float, dtype: torch.dtype) -> Report:
+    """The report of a loss that is off by a factor of 1 + ``epsilon`` on every piece."""
+    loss_fn, batch = EnginePolicyLoss(LossConfig()), make_mini_batch(18)
+
+    def off(*, model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        return loss * (1 if len(data) == batch.num_sequences else 1 + epsilon), metrics
+
+    return check_invariance(off, batch, (1, 3), (1, 3), layouts=("nested", "padded"), dtype=dtype)
+
+
+def planted_table() -> str:
+    """What the gradient's cell shows of errors that were planted."""
+    cases = [(e, torch.float64) for e in (0.0, 1e-14, 1e-12, 1e-9)] + [(e, torch.float32) for e in (0.0, 1e-6, 1e-4)]
+    rows = [
+        [f"{epsilon:g}", str(dtype).removeprefix("torch."), written(worst(report.to_dict()), ROUNDING[dtype])]
+        for epsilon, dtype in cases
+        for report in [planted(epsilon, dtype)]
+    ]
+    return table(["ε", "computed in", "cell"], rows)
 
 
 def main(paths: list[str]) -> None:
     """Prints the page."""
     families = {Path(path).stem: reports(path) for path in paths}
     print(HEAD)
-    titles = {"ours": "trinity_loss", "verl": "verl 0.9.1", "trinity": "Trinity-RFT 0.6.0"}
     for family, found in families.items():
-        print(f"## Gradient: {titles.get(family, family)}\n")
-        print("Largest relative deviation over all cuts, each term alone. `–`: there is no such combination.\n")
-        print("\n".join(gradient_table(found)), "\n")
-    print("## Metrics\n\nLargest relative deviation of each metric over all losses, modes and cuts.\n")
+        print(f"## Gradient: {TITLES.get(family, family)}\n\nEach term alone.\n")
+        print(gradient_table(found, ROUNDING[dtype_of(family)]), "\n")
+        if family == "ours":
+            print(SMALL_ERRORS)
+            print(planted_table(), "\n")
+    print("## Metrics\n\nOver all losses, modes and cuts.\n")
     columns = {family: metric_errors(found) for family, found in families.items()}
-    print("| metric | " + " | ".join(titles.get(f, f) for f in columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
-    for key in sorted({key for errors in columns.values() for key in errors}):
-        print(f"| `{key}` | " + " | ".join(written(errors.get(key, math.nan)) for errors in columns.values()) + " |")
+    rows = [
+        [f"`{key}`", *(written(errors.get(key, math.nan), ROUNDING[dtype_of(f)]) for f, errors in columns.items())]
+        for key in sorted({key for errors in columns.values() for key in errors})
+    ]
+    print(table(["metric", *(TITLES.get(family, family) for family in columns)], rows))
 
 
 if __name__ == "__main__":

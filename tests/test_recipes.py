@@ -29,8 +29,9 @@ LOSSES = {
         loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4
     ),
     "cpu_grpo": LossConfig(**PPO, **KL, entropy_coeff=0.001),
+    "cpu_prompt_mean": LossConfig(**PPO, **KL, entropy_coeff=0.001, loss_agg_mode="prompt-mean"),
 }
-ON_GPUS = [name for name in LOSSES if name != "cpu_grpo"]
+ON_GPUS = [name for name in LOSSES if not name.startswith("cpu_")]
 ON_CPU = [name for name in ON_GPUS if name != "megatron_grpo"]
 
 
