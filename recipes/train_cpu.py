@@ -231,12 +231,12 @@ _NOT_WRITTEN = re.compile(r"PytorchStreamWriter|inline_container|iostream error|
 def reason(failure: Exception, checkpoints: Path) -> str:
     """Return why training failed. torch does not say which file it could not write, nor that the disk is full."""
     unwritten = max(cut_short(checkpoints), key=lambda file: file.stat().st_mtime, default=None)
-    if unwritten is None:
+    if unwritten is None or isinstance(failure, OSError):  # Which names its file.
         return str(failure)
     free = shutil.disk_usage(unwritten).free
     if not _NOT_WRITTEN.search(str(failure)) and free > 2**20:
         return str(failure)
-    return f"{unwritten} could not be written, with {free / 2**20:.1f} MiB left on the disk; {failure}"
+    return f"{unwritten} could not be written, with {free / 2**20:.1f} MiB left on the disk\n\n{failure}"
 
 
 def way_on(folder: Path, recipe: str) -> str:
@@ -258,7 +258,9 @@ def main(arguments: list[str]) -> int:
         run(options)
     except (TrainingFailed, OSError) as failure:
         why = reason(failure, checkpoints_of(folder))
-        console.print(f"[bold red]training failed[/] {escape(why)}\n\n{way_on(folder, options.recipe)}", soft_wrap=True)
+        console.print(
+            f"[bold red]training failed[/]: {escape(why)}\n\n{way_on(folder, options.recipe)}", soft_wrap=True
+        )
         return 1
     except KeyboardInterrupt:
         console.print(f"interrupted; {way_on(folder, options.recipe)}", soft_wrap=True)

@@ -146,8 +146,8 @@ class Training:
         error = find_error(self.log.read_text(errors="replace"))
         if code < 0:
             error = f"verl's driver (process {self._process.pid}) was killed by {signal.Signals(-code).name}"
-        sentence, details = error.splitlines()[-1], error if "\n" in error else ""
-        return f"after step {step}, {sentence}\n\n{what}. {details}\nThe whole log: {self.log}"
+        sentence, details = error.splitlines()[-1], f"\n{error}" if "\n" in error else ""
+        return f"after step {step}, {sentence}\n\n{what}{details}\nThe whole log: {self.log}"
 
     def _look_around(self) -> None:
         if time.monotonic() < self._looked + 2:  # The kernel walks every page table for the memory.
@@ -207,7 +207,7 @@ def find_error(log: str) -> str:
         lines_of.setdefault(source, []).append((number, text))
     errors = sorted([*errors, *(block for lines in lines_of.values() for block in _tracebacks(lines))])
     causes = [text for _, text in errors if not _CONSEQUENCE.search(text)] or [text for _, text in errors]
-    return causes[0] if causes else "\n".join(["the log ends with", *plain[-20:], "no traceback"])
+    return causes[0] if causes else "\n".join(["the log ends with", *plain[-20:], "it ended without a traceback"])
 
 
 def _tracebacks(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:

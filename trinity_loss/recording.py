@@ -146,7 +146,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from None  # A log shows the first of a chain.
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,0 +1,223 @@
+"""Training that is broken while it runs: what `recipes/train_cpu.py` says, what it leaves, how it goes on.
+
+One run is broken in every way, one after the other, and resumed each time; so what comes out at its end is at once
+compared with a run that nothing happened to.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from test_train_cpu import METRICS, left_behind, read_log, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STEPS = 9
+SECONDS = 60  # In which a broken run has to end; here about 10, more where the machine is busy.
+RANK = "ray::WorkerDict"
+
+
+@dataclass
+class Broken:
+    """What is seen of a run after something happened to it."""
+
+    victim: int | None
+    code: int
+    output: str
+    seconds: float
+    left: list
+    logged: list[int]
+    state: str = ""
+
+
+class Disk:
+    """A small file system of its own, which is really full when it is filled."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.ballast = folder, folder / "ballast"
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("a small file system can be mounted by root only")
+
+    def fill(self, left: int = 0) -> None:
+        free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
+        self.ballast.write_bytes(bytes(free - left))
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+def steps_of(folder) -> list[int]:
+    return [record["step"] for record in read_log(folder)] if (folder / "log.jsonl").exists() else []
+
+
+def processes() -> list[tuple[psutil.Process, str]]:
+    """The processes of runs that are started here, with their command lines."""
+    found = []
+    for process in left_behind():
+        try:
+            found.append((process, " ".join(process.cmdline()).strip()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def break_run(process, folder, steps, fault) -> Broken:
+    """Wait until a run has logged `steps` steps more, then until `fault` has happened; see how it ends."""
+    logged = len(steps_of(folder)) if (folder / "checkpoints").exists() else 0
+    while len(steps_of(folder)) < logged + steps:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    while (victim := fault()) is None:
+        assert process.poll() is None, process.communicate()[0]
+    happened = time.monotonic()
+    output = process.communicate()[0]
+    seconds = time.monotonic() - happened
+    print(f"--- ended {seconds:.0f} s after the fault\n{output}")  # Shown when a test fails.
+    while left_behind() and time.monotonic() < happened + SECONDS:
+        time.sleep(0.1)
+    return Broken(victim, process.returncode, output, seconds, left_behind(), steps_of(folder))
+
+
+def kill_rank(busy):
+    """Kill one rank, within a step's update of the weights, or while it waits."""
+
+    def fault():
+        # Ray writes what a worker is doing behind its name.
+        wanted = f"{RANK}.actor_rollout_ref_update_actor" if busy else RANK
+        for rank, doing in processes():
+            if doing == wanted:
+                rank.kill()
+                return rank.pid
+        return None
+
+    return fault
+
+
+def kill_driver():
+    (driver,) = (process for process, line in processes() if "-m verl.trainer.main_ppo" in line)
+    driver.kill()
+    return driver.pid
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    process = start(folder, "--steps", str(STEPS))
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """What was seen of each fault, by name, and the folder of the run that had them all and came to its end."""
+    base = tmp_path_factory.mktemp("broken")
+    disk, small = Disk(base / "disk", 64), Disk(base / "small", 1)
+    folder, recorded = disk.folder / "run", small.folder / "recorded"
+    policy_loss = "actor_rollout_ref.actor.policy_loss"
+    recording = [f"+{policy_loss}.record_steps=[2]", f"+{policy_loss}.record_dir={recorded}"]
+
+    def begin(*arguments):
+        return start(folder, "--steps", str(STEPS), *arguments)
+
+    def full_for_a_checkpoint():
+        disk.fill(left=300_000)
+        return 0
+
+    seen = {}
+    try:
+        small.fill()
+        seen["record"] = break_run(begin(*recording), folder, 1, lambda: 0)
+        small.ballast.unlink()
+        seen["between"] = break_run(begin("--resume"), folder, 1, kill_rank(busy=False))
+        seen["within"] = break_run(begin("--resume"), folder, 1, kill_rank(busy=True))
+        seen["driver"] = break_run(begin("--resume"), folder, 1, kill_driver)
+        seen["checkpoint"] = break_run(begin("--resume"), folder, 1, full_for_a_checkpoint)
+        seen["checkpoint"].state = (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+        # Nothing is lost, either, when there is no room to go on.
+        seen["full"] = break_run(begin("--resume"), folder, 0, lambda: 0)
+        disk.ballast.unlink()
+        process = begin("--resume")
+
+        def kill_parent():
+            process.kill()
+            return process.pid
+
+        seen["parent"] = break_run(process, folder, 1, kill_parent)
+        process = begin("--resume")
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+        assert (recorded / "step-2" / "mini-batch-1" / "rank-1.pt").exists()
+        yield seen, read_log(folder)
+    finally:
+        for process in left_behind():
+            process.kill()
+        disk.unmount()
+        small.unmount()
+
+
+FAULTS = ("record", "between", "within", "driver", "checkpoint", "full", "parent")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_run_ends_and_leaves_no_process(broken, fault):
+    run = broken[0][fault]
+    assert run.code == (-signal.SIGKILL if fault == "parent" else 1), run.output
+    assert not run.left
+    assert run.seconds < SECONDS
+
+
+@pytest.mark.parametrize("fault", ["between", "within"])
+def test_a_killed_worker_is_named(broken, fault):
+    run = broken[0][fault]
+    assert (
+        f"training failed: after step {run.logged[-1]}, {RANK} (process {run.victim}) was killed by SIGKILL"
+        in run.output
+    )
+
+
+def test_a_killed_driver_is_named(broken):
+    run = broken[0]["driver"]
+    assert f"verl's driver (process {run.victim}) was killed by SIGKILL" in run.output
+
+
+def test_a_recording_that_cannot_be_written_is_named(broken):
+    output = broken[0]["record"].output
+    assert "training failed: after step 1, OSError: [Errno 28] No space left on device: " in output
+    assert "recorded/step-2/mini-batch-1/rank-" in output
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(broken):
+    output = broken[0]["checkpoint"].output
+    assert "could not be written, with 0.0 MiB left on the disk" in output
+    assert f"global_step_{broken[0]['checkpoint'].logged[-1] + 1}/actor/" in output
+
+
+def test_no_room_to_go_on_is_said(broken):
+    assert "training failed: [Errno 28] No space left on device: " in broken[0]["full"].output
+
+
+@pytest.mark.parametrize("fault", FAULTS[:-1])
+def test_what_to_do_is_said(broken, fault):
+    run = broken[0][fault]
+    # A step may be saved and not yet logged.
+    steps = (run.logged[-1], run.logged[-1] + 1)
+    assert any(f"`make train RESUME=1` goes on from the checkpoint of step {step}\n" in run.output for step in steps)
+
+
+def test_resumed_and_uninterrupted_runs_give_the_same_numbers(broken, straight):
+    resumed, whole = ({record["step"]: record for record in log} for log in (broken[1], read_log(straight)))
+    # A step that was saved, and not logged when its run was killed, is not trained again.
+    assert len(resumed) >= STEPS - 4
+    assert max(resumed) == STEPS
+    for step, record in resumed.items():
+        for key in METRICS:
+            assert math.isclose(record[key], whole[step][key], rel_tol=1e-5, abs_tol=1e-7), (step, key)
