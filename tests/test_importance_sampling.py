@@ -160,3 +160,13 @@ def test_shapes_are_checked():
         importance_sampling_metrics(old[:1], rollout, mask)
     with pytest.raises(ValueError, match="segment_ids"):
         importance_sampling_metrics(old, rollout, mask, segment_ids=segments[:, :-1])
+
+
+def test_perplexities_stay_finite():
+    """Log-probs of -500 in float32, where e to 500 is infinite; verl's own perplexities are infinite then."""
+    old, rollout = torch.full((2, 3), -500.0), torch.full((2, 3), -1.0)
+    for pair in ((old, rollout), (rollout, old)):
+        metrics = importance_sampling_metrics(*pair, torch.ones(2, 3))
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        assert max(metrics["training_ppl"], metrics["rollout_ppl"]) == pytest.approx(math.exp(80), rel=1e-5)
+    assert metrics["ppl_ratio"] == pytest.approx(math.exp(-80), rel=1e-5)

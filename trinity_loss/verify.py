@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: ``:all`` tries every loss in every mode on fewer cuts of a smaller mini-batch. Three ranks: a division by two
 #: does not round, and then every gradient of a loss that is right has the very bits of the whole.
-_FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 18, (1, 3), (1, 3)
+_FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 14, (1, 3), (1, 3)
 
 
 @dataclass(frozen=True)
