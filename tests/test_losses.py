@@ -10,7 +10,7 @@ from batches import LAYOUTS, assert_equals_oracle, build, cut, make_leaves, make
 from oracle import MODES, evaluate
 from ours import check, in_mode, run_ours
 
-from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 
 CLIP = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.6}
 REC = {
@@ -357,6 +357,17 @@ def test_rejection_leaves_the_size_of_a_prompt_group():
     for layout in LAYOUTS:
         for micro in (1, 2):
             assert run_ours(settings, cut((one, two), micro), layout).loss == pytest.approx(-3 / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_that_the_loss_rejects_stays_a_sequence(layout):
+    """It counts where fully masked sequences do not, with the totals of the mini-batch and without any."""
+    one, two = (sequence(2, log_probs=-1.0, old_log_probs=old, advantages=1.0) for old in (-1.0, -4.0))
+    arguments = NO_BYPASS | {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": "1"}
+    config = LossConfig("bypass_mode", "seq-mean-token-mean", loss_args=arguments, count_empty_sequences=False)
+    samples = (one, two, sequence(2, mask=[0, 0]))
+    for loss in (EnginePolicyLoss(config), TrinityPolicyLoss(config)):
+        assert run(loss, cut(samples), layout, counts=True).loss == pytest.approx(-1 / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "prompt-mean"])

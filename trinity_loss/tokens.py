@@ -188,8 +188,9 @@ class ResponseTokens:
 
     @property
     def num_nonempty_sequences(self) -> Tensor:
-        """int64 0-d: sequences with at least one token that counts."""
-        return (self.counts > 0).sum()
+        """int64 0-d: sequences with at least one token that counts, or counted until it was rejected."""
+        before = self if self.denominator_mask is None else replace(self, mask=self.denominator_mask)
+        return (before.counts > 0).sum()
 
     def with_prompt_groups(self, prompt_ids: Tensor, *, count_empty: bool = True) -> ResponseTokens:
         """The same tokens with prompt groups counted here.
