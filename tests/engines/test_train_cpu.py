@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("rich")
@@ -137,7 +138,54 @@ Traceback (most recent call last):
 RuntimeError: Sync replay buffer selected terminal groups with no materializable trajectories.
 """
     assert find_error(log).splitlines()[-1] == "KeyError: 'cause'"
-    assert find_error("just\nlines").endswith("just\nlines")
+    assert "just\nlines" in find_error("just\nlines")
+
+
+def test_find_error_tells_a_killed_process_from_one_that_ray_ends():
+    from training import find_error
+
+    killed = "fork server: ray::WorkerDict (process 7) was killed by SIGKILL\n"
+    peer = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+    trace = 'Traceback (most recent call last):\n  File "c.py", line 3, in h\n'
+    assert find_error(f"{trace}{peer}\n{killed}").startswith("ray::WorkerDict (process 7)")
+    assert find_error(f"{trace}ValueError: cause\n{killed}").endswith("ValueError: cause")
+
+
+def save_checkpoint(checkpoints, step):
+    (checkpoints / f"global_step_{step}" / "actor").mkdir(parents=True)
+    for name in ("actor/model_world_size_2_rank_0", "actor/model_world_size_2_rank_1", "data"):
+        torch.save({"step": torch.tensor(step)}, checkpoints / f"global_step_{step}" / f"{name}.pt")
+
+
+@pytest.mark.parametrize("file", ["actor/model_world_size_2_rank_1.pt", "data.pt"])
+@pytest.mark.parametrize("harm", ["cut", "remove"])
+def test_the_last_whole_checkpoint_is_taken(file, harm, tmp_path):
+    from train_cpu import last_checkpoint
+
+    assert last_checkpoint(tmp_path) is None
+    for step in (8, 9, 10):
+        save_checkpoint(tmp_path, step)
+    assert last_checkpoint(tmp_path).name == "global_step_10"
+    harmed = tmp_path / "global_step_10" / file
+    content = harmed.read_bytes()
+    harmed.unlink()
+    if harm == "cut":
+        harmed.write_bytes(content[:-30])
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()  # Left empty by a full disk.
+    assert last_checkpoint(tmp_path).name == "global_step_9"
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path):
+    from train_cpu import replace_file, write
+
+    replace_file(tmp_path / "log", "old")
+    (tmp_path / ".log").unlink(missing_ok=True)
+    (tmp_path / ".log").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*\.log"):
+        replace_file(tmp_path / "log", "new")
+    assert (tmp_path / "log").read_text() == "old"
+    with pytest.raises(OSError, match="'/dev/full'"):
+        write(Path("/dev/full"), "line", mode="a")
 
 
 @pytest.mark.slow
