@@ -143,11 +143,14 @@ class Training:
     def _failure(self, what: str, step: int) -> str:
         """Return what happened in a sentence, then what there is to read about it."""
         code = self._process.poll() or 0
-        error = find_error(self.log.read_text(errors="replace"))
+        error = find_error(self._text())
         if code < 0:
             error = f"verl's driver (process {self._process.pid}) was killed by {signal.Signals(-code).name}"
         sentence, details = error.splitlines()[-1], f"\n{error}" if "\n" in error else ""
         return f"after step {step}, {sentence}\n\n{what}{details}\nThe whole log: {self.log}"
+
+    def _text(self) -> str:
+        return self.log.read_bytes().decode(errors="replace")  # `read_text` makes a line's end of a carriage return.
 
     def _look_around(self) -> None:
         if time.monotonic() < self._looked + 2:  # The kernel walks every page table for the memory.
@@ -159,7 +162,7 @@ class Training:
             except psutil.Error:
                 continue
         self.memory, self.peak_memory = total, max(self.peak_memory, total)
-        if self._killed_at is None and re.search(f"^{KILLED}", self.log.read_text(errors="replace"), re.MULTILINE):
+        if self._killed_at is None and re.search(f"^{KILLED}", self._text(), re.MULTILINE):
             self._killed_at = time.monotonic()
 
     def _stop(self) -> None:
@@ -198,7 +201,8 @@ def find_error(log: str) -> str:
     """
     lines_of: dict[str, list[tuple[int, str]]] = {}
     errors: list[tuple[int, str]] = []
-    plain = _COLOUR.sub("", log).splitlines()
+    # A progress bar starts with a carriage return, behind which its line would lose the name of its process.
+    plain = _COLOUR.sub("", log).replace("\r", "").splitlines()
     for number, line in enumerate(plain):
         if killed := _KILLED.match(line):
             errors.append((number, killed[1]))

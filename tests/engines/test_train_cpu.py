@@ -139,6 +139,9 @@ RuntimeError: Sync replay buffer selected terminal groups with no materializable
 """
     assert find_error(log).splitlines()[-1] == "KeyError: 'cause'"
     assert "just\nlines" in find_error("just\nlines")
+    # Another process's progress bar stands within a traceback.
+    within = 'Traceback (most recent call last):\n(TaskRunnerV1 pid=2) \rProgress: 33%\n  File "c.py"\nOSError: cause\n'
+    assert find_error(within).splitlines()[-1] == "OSError: cause"
 
 
 def test_find_error_tells_a_killed_process_from_one_that_ray_ends():
