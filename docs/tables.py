@@ -120,7 +120,7 @@ def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
 
 def planted(epsilon: float, dtype: torch.dtype) -> Report:
     """The report of a loss that is off by a factor of 1 + ``epsilon`` on every piece."""
-    loss_fn, batch = EnginePolicyLoss(LossConfig()), make_mini_batch(18)
+    loss_fn, batch = EnginePolicyLoss(LossConfig()), make_mini_batch(14)
 
     def off(*, model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
         loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
@@ -146,10 +146,10 @@ def main(paths: list[str]) -> None:
     print(HEAD)
     for family, found in families.items():
         print(f"## Gradient: {TITLES.get(family, family)}\n\nEach term alone.\n")
-        print(gradient_table(found, ROUNDING[dtype_of(family)]), "\n")
+        print(gradient_table(found, ROUNDING[dtype_of(family)]) + "\n")
         if family == "ours":
             print(SMALL_ERRORS)
-            print(planted_table(), "\n")
+            print(planted_table() + "\n")
     print("## Metrics\n\nOver all losses, modes and cuts.\n")
     columns = {family: metric_errors(found) for family, found in families.items()}
     rows = [
