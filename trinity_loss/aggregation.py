@@ -60,6 +60,11 @@ class Totals:
     batch_num_real_sequences: int | None = None
 
     @property
+    def num_valid_tokens(self) -> int | None:
+        """Tokens that metrics are averaged over, None where nobody counted them."""
+        return self.batch_num_tokens if self.batch_num_valid_tokens is None else self.batch_num_valid_tokens
+
+    @property
     def batch_num_pairs(self) -> int | None:
         """Pairs of sequences, None where the sequences were not counted.
 

@@ -13,7 +13,7 @@ The log-probability of response token t stands one place to the left in the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -21,12 +21,12 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from trinity_loss.aggregation import Totals
 from trinity_loss.errors import BatchError, FieldShapeError, MissingFieldError, TotalsError
-from trinity_loss.tokens import ResponseTokens, is_jagged, jagged_parts
+from trinity_loss.tokens import ResponseTokens, computing_dtype, is_jagged, jagged_parts
 
 #: A TensorDict, or any mapping.
 MicroBatchData: TypeAlias = Mapping[str, Any]
@@ -45,6 +45,8 @@ _EMPTY_PROMPT = "a prompt is empty; the first response token needs one before it
 def get_value(data: MicroBatchData, key: str) -> Any:
     """The value of ``key`` without its NonTensorData wrapping; a stack becomes a list; None if missing."""
     value = data.get(key, None)
+    if value is None or isinstance(value, Tensor):
+        return value
     if isinstance(value, NonTensorStack):
         return value.tolist()
     return value.data if isinstance(value, NonTensorData) else value
@@ -64,8 +66,8 @@ def read_totals(data: MicroBatchData) -> Totals:
 
 
 def _whole_number(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
+    if value is None or (type(value) is int and value > 0):
+        return value
     if isinstance(value, Tensor | np.generic | np.ndarray) and np.prod(value.shape) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Integral | Real) or value != value or value < 0:
@@ -98,7 +100,7 @@ class Source:
     def gather(self) -> Tensor:
         """The response tokens' values [N], without a graph, in float32 or better."""
         values = self.values if self.index is None else self.values.index_select(0, self.index)
-        return values.to(torch.promote_types(values.dtype, torch.float32))
+        return values.to(computing_dtype(values.dtype))
 
     def scatter(self, gradient: Tensor) -> Tensor:
         """A gradient [N] of the response tokens as the gradient of ``tensor``."""
@@ -108,7 +110,76 @@ class Source:
         if is_jagged(self.tensor):
             jagged: Any = self.tensor
             return torch.nested.nested_tensor_from_jagged(gradient, offsets=jagged.offsets(), lengths=jagged.lengths())
-        return gradient.reshape(self.tensor.shape)
+        return gradient if self.tensor.dim() == 1 else gradient.reshape(self.tensor.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBatch:
+    """What the token-wise part of a loss reads, in whatever layout it came: flat tensors, nothing of the engine's.
+
+    Attributes:
+        tokens: The response tokens.
+        table: [names, N] without a graph, 0 at uncounted tokens.
+        values: Its rows by name, ``log_probs`` and ``entropy`` among them.
+    """
+
+    tokens: ResponseTokens
+    table: Tensor
+    values: dict[str, Tensor]
+
+    @property
+    def log_prob(self) -> Tensor:
+        return self.values["log_probs"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that everything is computed in: float32, or float64 where the log-probs are."""
+        return self.log_prob.dtype
+
+    def total(self) -> Tensor:
+        """The sum of all values, 0-d: not finite if one of them is not."""
+        return self.table.sum()
+
+    @classmethod
+    def load(cls, tokens: ResponseTokens, raw: Mapping[str, Tensor], index: Mapping[str, Tensor]) -> FlatBatch:
+        """Reads everything in one go: few operations, however many fields.
+
+        Args:
+            tokens: The response tokens.
+            raw: Flat values by name.
+            index: int64 [N], where the response tokens stand in the values of that name; the others are [N].
+        """
+        dtype = computing_dtype(raw["log_probs"].dtype)
+        rows = [(v.index_select(0, index[name]) if name in index else v).to(dtype) for name, v in raw.items()]
+        table = tokens.select_(torch.stack(rows))
+        return cls(tokens, table, dict(zip(raw, table.unbind(), strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Faults:
+    """Contradictions of a micro-batch that only the device can see, read to the host with everything else.
+
+    Attributes:
+        flags: 0-d bool tensors that must be false, each with the error to raise otherwise.
+        pairs: Integer tensors that must be equal, all of one shape, likewise.
+    """
+
+    flags: list[tuple[Tensor, BatchError]] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor, BatchError]] = field(default_factory=list)
+
+    def scalars(self) -> dict[str, Tensor]:
+        """0-d tensors, one of which is not 0 where there is a fault."""
+        found = {f"fault {number}": flag for number, (flag, _) in enumerate(self.flags)}
+        if self.pairs:
+            left, right, _ = zip(*self.pairs, strict=True)
+            found["unequal"] = torch.ne(torch.stack(left), torch.stack(right)).any()
+        return found
+
+    def raise_first(self) -> None:
+        """Raises the error of the first fault there is; it reads to the host."""
+        for flag, error in (*self.flags, *((torch.ne(a, b).any(), error) for a, b, error in self.pairs)):
+            if flag:
+                raise error
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +193,7 @@ class MicroBatch:
         entropy: The policy's entropies, or None.
         totals: What was counted over the mini-batch.
         shape: Shape that a dense field must have, None in the nested layout.
-        faults: 0-d bool tensors on the device, true where the micro-batch contradicts itself, with the
-            error to raise then.
+        faults: What contradicts itself in it.
     """
 
     data: MicroBatchData
@@ -132,23 +202,23 @@ class MicroBatch:
     entropy: Source | None
     totals: Totals
     shape: torch.Size | None
-    faults: list[tuple[Tensor, BatchError]] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """Type that everything is computed in: float32, or float64 where the log-probs are."""
-        return torch.promote_types(self.log_probs.values.dtype, torch.float32)
+        return computing_dtype(self.log_probs.values.dtype)
 
     @property
-    def num_valid_tokens(self) -> int | None:
-        """Tokens of the mini-batch that metrics are averaged over, None where nobody counted them."""
-        totals = self.totals
-        return totals.batch_num_tokens if totals.batch_num_valid_tokens is None else totals.batch_num_valid_tokens
+    def sources(self) -> dict[str, Source]:
+        """The model output by its names there."""
+        return {"log_probs": self.log_probs} | ({} if self.entropy is None else {"entropy": self.entropy})
 
-    @cached_property
-    def log_prob(self) -> Tensor:
-        """Log-probabilities [N] without a graph, 0 at uncounted tokens."""
-        return self.tokens.select(self.log_probs.gather())
+    def check_finite(self, names: Iterable[str]) -> None:
+        """Raises :class:`NonFiniteError` at the first number of these that counts and is not finite."""
+        sources = self.sources
+        for name in names:
+            self.tokens.check_finite(name, sources[name].gather() if name in sources else self.raw(name))
 
     def has(self, name: str) -> bool:
         """Whether the micro-batch has a field of that name."""
@@ -184,12 +254,11 @@ class MicroBatch:
                     f"{name} is jagged with {list(values.shape)} values; expected "
                     f"{self._expected()}, like response_mask"
                 )
-            self.faults.append(
-                (
-                    torch.ne(offsets, cast(Tensor, self.tokens.offsets)).any(),
-                    FieldShapeError(f"{name} is jagged with other sequence lengths than response_mask"),
-                )
-            )
+            expected = cast(Tensor, self.tokens.offsets)
+            error = FieldShapeError(f"{name} is jagged with other sequence lengths than response_mask")
+            if offsets.shape != expected.shape:
+                raise error
+            self.faults.pairs.append((offsets, expected, error))
             return values
         if self.shape is not None and value.shape == self.shape:
             return value.reshape(-1)
@@ -218,7 +287,7 @@ class MicroBatch:
         if tokens.offsets is None:
             zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
             counts = zeros.scatter_(0, tokens.sequence, counts.reshape(-1))
-        self.faults.append(
+        self.faults.flags.append(
             (
                 (counts < tokens.counts).any(),
                 FieldShapeError(
@@ -229,7 +298,7 @@ class MicroBatch:
         )
         if self.totals.batch_num_prompts == 0:
             error = TotalsError("batch_num_prompts is 0, but the mask counts tokens here")
-            self.faults.append((tokens.num_tokens > 0, error))
+            self.faults.flags.append((tokens.num_tokens > 0, error))
         return counts
 
 
@@ -247,6 +316,9 @@ def read_micro_batch(
         MissingFieldError: ``log_probs`` or ``response_mask`` is missing.
         FieldShapeError: They do not fit each other.
     """
+    if isinstance(data, TensorDict):
+        # A look into a TensorDict costs as much as ten operations, and there are a dozen.
+        data = dict(data.items())
     log_probs = model_output.get("log_probs", None)
     if log_probs is None:
         raise MissingFieldError("the model output has no 'log_probs'")
@@ -258,7 +330,7 @@ def read_micro_batch(
     _check_output("log_probs", log_probs)
     if entropy is not None:
         _check_output("entropy", entropy)
-    faults: list[tuple[Tensor, BatchError]] = []
+    faults = Faults()
     shape: torch.Size | None = None
     if is_jagged(mask):
         tokens = ResponseTokens.from_jagged(*jagged_parts(mask))
@@ -301,8 +373,10 @@ def read_micro_batch(
 def _check_output(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
-    if not value.is_floating_point():
-        raise FieldShapeError(f"{name} has dtype {value.dtype}; expected a floating point type")
+    # Questions to a jagged tensor itself are answered in Python, at 0.1 ms each.
+    dtype = cast(Any, value)._values.dtype if is_jagged(value) else value.dtype
+    if not dtype.is_floating_point:
+        raise FieldShapeError(f"{name} has dtype {dtype}; expected a floating point type")
 
 
 def _make_source(tensor: Any, index: Tensor | None) -> Source:
@@ -337,27 +411,19 @@ def _entropy_source(entropy: Tensor, log_probs: Tensor, index: Tensor | None) ->
     return _make_source(entropy, index)
 
 
-def _sequence_ends(log_probs: Tensor, total_lengths: Tensor, faults: list[tuple[Tensor, BatchError]]) -> Tensor:
-    """Where each sequence (prompt + response) ends in the flat model output, int64 [S]."""
-    if not is_jagged(log_probs):
-        return total_lengths.cumsum(0)
-    _, offsets = jagged_parts(log_probs)
-    if offsets.numel() != total_lengths.numel() + 1:
+def _check_sequences(log_probs: Tensor, offsets: Tensor, faults: Faults) -> Tensor:
+    """Where each sequence (prompt + response) of a jagged output starts [S + 1]; a fault if not at ``offsets``."""
+    found = jagged_parts(log_probs)[1]
+    if found.shape != offsets.shape:
         raise FieldShapeError(
-            f"log_probs is jagged with {offsets.numel() - 1} sequences; response_mask has {total_lengths.numel()}"
+            f"log_probs is jagged with {found.numel() - 1} sequences; response_mask has {offsets.numel() - 1}"
         )
-    faults.append(
-        (
-            (offsets.diff() != total_lengths).any(),
-            FieldShapeError("log_probs is jagged with other lengths than prompt + response of each sequence"),
-        )
-    )
-    return offsets[1:]
+    error = FieldShapeError("log_probs is jagged with other lengths than prompt + response of each sequence")
+    faults.pairs.append((found, offsets, error))
+    return found
 
 
-def _nested_index(
-    log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: list[tuple[Tensor, BatchError]]
-) -> Tensor:
+def _nested_index(log_probs: Tensor, data: MicroBatchData, tokens: ResponseTokens, faults: Faults) -> Tensor:
     prompts = get_value(data, "prompts")
     if not isinstance(prompts, Tensor) or not is_jagged(prompts):
         raise MissingFieldError("response_mask is jagged, so a jagged 'prompts' is needed to place the responses")
@@ -366,18 +432,28 @@ def _nested_index(
             f"response_mask is jagged but log_probs has shape {list(log_probs.shape)}; expected a jagged tensor "
             "over prompt + response, or its values [tokens]"
         )
-    prompt_lengths = jagged_parts(prompts)[1].diff()
-    if prompt_lengths.numel() != tokens.num_slots:
-        raise FieldShapeError(f"prompts holds {prompt_lengths.numel()} sequences; response_mask {tokens.num_slots}")
-    faults.append(((prompt_lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
-    ends = _sequence_ends(log_probs, prompt_lengths + tokens.lengths, faults)
-    assert tokens.offsets is not None
+    (prompt_tokens, starts), offsets = jagged_parts(prompts), cast(Tensor, tokens.offsets)
+    if starts.shape != offsets.shape:
+        raise FieldShapeError(f"prompts holds {starts.numel() - 1} sequences; response_mask {tokens.num_slots}")
+    lengths = starts.diff()
+    faults.flags.append(((lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
+    if is_jagged(log_probs):
+        _check_sequences(log_probs, starts + offsets, faults)
+    found, expected = _num_values(log_probs), prompt_tokens.numel() + tokens.size
+    if found != expected:
+        raise FieldShapeError(
+            f"log_probs holds {found} values; expected {expected}, with other lengths than prompt + response of each "
+            "sequence nothing can be placed"
+        )
     # The place of token t is t - 1 plus all prompts up to its own: steps of 1, and of a prompt more where a response
     # starts. Adding them up costs a fifth of `repeat_interleave` on a CPU.
-    prompts_so_far = torch.cat([tokens.offsets[:1] + 2, ends - tokens.offsets[1:]])
-    steps = torch.ones(tokens.size + 1, dtype=torch.int64, device=prompts_so_far.device)
-    steps.index_add_(0, tokens.offsets[:-1], prompts_so_far.diff().to(torch.int64))
-    return torch.cumsum(steps, 0, out=steps)[:-1]
+    steps = torch.ones(tokens.size + 1, dtype=torch.int64, device=lengths.device)
+    steps[:1].fill_(-1)
+    steps.index_add_(0, offsets[:-1], lengths.to(torch.int64))
+    index = torch.cumsum(steps, 0, out=steps)[:-1]
+    # Before the first place if the first prompt is empty, which is reported once the faults are read.
+    index[:1].clamp_(min=0)
+    return index
 
 
 def _padded_index(
@@ -385,7 +461,7 @@ def _padded_index(
     data: MicroBatchData,
     tokens: ResponseTokens,
     shape: torch.Size,
-    faults: list[tuple[Tensor, BatchError]],
+    faults: Faults,
 ) -> Tensor:
     prompts, attention_mask = get_value(data, "prompts"), get_value(data, "attention_mask")
     if not isinstance(prompts, Tensor) or not isinstance(attention_mask, Tensor):
@@ -402,11 +478,13 @@ def _padded_index(
         )
     prompt_lengths = attention_mask[:, :prompt_width].sum(1)
     lengths = attention_mask[:, prompt_width:].sum(1)
-    faults.append(((prompt_lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
-    ends = _sequence_ends(log_probs, prompt_lengths + lengths, faults)
+    faults.flags.append(((prompt_lengths < 1).any(), FieldShapeError(_EMPTY_PROMPT)))
+    ends = (prompt_lengths + lengths).cumsum(0)
+    if is_jagged(log_probs):
+        ends = _check_sequences(log_probs, torch.nn.functional.pad(ends, (1, 0)), faults)[1:]
     position = torch.arange(width, device=lengths.device)
     beyond = position >= lengths[:, None]
-    faults.append(
+    faults.flags.append(
         (
             (beyond.reshape(-1) & tokens.mask).any(),
             FieldShapeError("response_mask counts tokens that attention_mask leaves out"),

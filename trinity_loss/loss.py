@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
-from trinity_loss.batch import MicroBatch, MicroBatchData, Source, local_prompt_ids, read_micro_batch, read_totals
+from trinity_loss.batch import FlatBatch, MicroBatch, MicroBatchData, local_prompt_ids, read_micro_batch, read_totals
 from trinity_loss.config import LossConfig
 from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
 from trinity_loss.kl import kl_penalty
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.registry import PolicyInputs, TokenLoss
-from trinity_loss.terms import Term, WithGradient
+from trinity_loss.terms import Term, WithGradient, differentiate
 from trinity_loss.tokens import ResponseTokens
 
 #: Key of each term's metric, and its name among the modes.
@@ -78,98 +78,135 @@ class TrinityPolicyLoss:
         Raises:
             BatchError: The micro-batch does not fit the configuration, see :mod:`trinity_loss.errors`.
         """
+        config = self.config
         with torch.no_grad():
-            batch = read_micro_batch(model_output, data, count_padding_rows=self.config.count_padding_rows)
+            batch = read_micro_batch(model_output, data, count_padding_rows=config.count_padding_rows)
             if any(mode.needs_prompt_groups for mode in self._modes.values()):
                 batch = replace(batch, tokens=self._with_prompt_groups(batch))
-            metrics = MetricSet()
-            if self.config.nonfinite == "neutral":
-                batch = self._reject_nonfinite(batch, metrics)
-            loss, gradients = self._combine(batch, self._terms(batch, metrics), metrics)
-            faults = [fault for fault, _ in batch.faults]
-            metrics.checks |= {f"fault {i}": fault for i, fault in enumerate(faults)}
+            if batch.entropy is None and config.entropy_coeff != 0:
+                raise MissingFieldError(
+                    f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
+                    "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it"
+                )
+            first = MetricSet()
+            if config.nonfinite == "neutral":
+                batch = self._reject_nonfinite(batch, first)
+            names = self._fields(batch)
+            raw = {name: source.values for name, source in batch.sources.items()}
+            raw |= {name: batch.raw(name) for name in names}
+            index = {name: s.index for name, s in batch.sources.items() if s.index is not None}
+            loss, gradients, metrics = self._token_wise(batch.tokens, raw, index, batch.totals)
+            metrics.entries = first.entries | metrics.entries
+            metrics.checks |= batch.faults.scalars()
             numbers, checks = metrics.read()
-        self._raise_faults(batch, checks, numbers)
+        self._raise_faults(batch, list(raw), checks, numbers)
         self._check_counts(metrics, numbers, batch, dp_group)
         if torch.is_grad_enabled():
-            sources = list(gradients)
+            sources = [batch.sources[name] for name in gradients]
             loss = WithGradient.apply(loss, sources, list(gradients.values()), *(s.tensor for s in sources))
         return loss, self._report(metrics, numbers, batch)
 
-    def _terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
-        config, tokens = self.config, batch.tokens
-        terms = [self._policy_term(batch, metrics)]
-        if batch.entropy is not None:
-            entropy = tokens.select(batch.entropy.gather())
-            metrics.checks["entropy"] = entropy.sum()
-            mode = self._modes["entropy"]
-            terms.append(Term("actor/entropy_loss", -config.entropy_coeff, mode, tokens, entropy, batch.entropy, 1.0))
-        elif config.entropy_coeff != 0:
-            raise MissingFieldError(
-                f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
-                "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it"
-            )
+    def _token_wise(
+        self, tokens: ResponseTokens, raw: dict[str, Tensor], index: dict[str, Tensor], totals: Totals
+    ) -> tuple[Tensor, dict[str, Tensor], MetricSet]:
+        """All that is done token by token: no host read, nothing of the engine's.
+
+        Args:
+            tokens: The response tokens.
+            raw: Model output and fields by name, flat.
+            index: See :meth:`FlatBatch.load`.
+            totals: What was counted over the mini-batch.
+
+        Returns:
+            The loss, 0-d without a graph, its gradient [N] by each part of the model output, and the metrics.
+        """
+        batch, metrics = FlatBatch.load(tokens, raw, index), MetricSet()
+        # One number that is not finite makes the sum so; which one it was is asked then.
+        metrics.checks["fields"] = batch.total()
+        terms = self._terms(batch, totals, metrics)
+        loss, gradients = self._combine(terms, totals, metrics)
+        return loss.to(batch.dtype), gradients, metrics
+
+    @property
+    def _may_be_nonfinite(self) -> set[str]:
+        """Fields that may hold a NaN or an infinity at a token that counts."""
+        neutral = self.config.nonfinite == "neutral"
+        return {"rollout_log_probs"} - set(self._policy_loss.fields) if neutral else set()
+
+    def _fields(self, batch: MicroBatch) -> list[str]:
+        """Names of the fields that are read."""
+        names = [*self._policy_loss.fields]
+        names += [name for name in ("rollout_is_weights",) if batch.has(name)]
+        names += ["ref_log_prob"] if self.config.use_kl_loss else []
+        if self.config.rollout_metrics is not None:
+            names += ["old_log_probs", "rollout_log_probs"]
+        return list(dict.fromkeys(names))
+
+    def _terms(self, batch: FlatBatch, totals: Totals, metrics: MetricSet) -> list[Term]:
+        config, tokens, values = self.config, batch.tokens, batch.values
+        terms = [self._policy_term(batch, totals, metrics)]
+        if "entropy" in values:
+            mode, coefficient = self._modes["entropy"], -config.entropy_coeff
+            terms.append(Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0))
         if config.use_kl_loss:
-            reference = self._read(batch, "ref_log_prob", metrics)
-            value, slope = kl_penalty(batch.log_prob, reference, config.kl_loss_type)
+            value, slope = kl_penalty(batch.log_prob, values["ref_log_prob"], config.kl_loss_type)
             mode = self._modes["kl"]
-            terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, batch.log_probs, slope))
+            terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, "log_probs", slope))
             metrics.constants["kl_coef"] = config.kl_loss_coef
         if config.rollout_metrics is not None:
             self._add_rollout_metrics(batch, config.rollout_metrics, metrics)
         return terms
 
-    def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
-        loss = self._policy_loss
-        metrics.checks["log_probs"] = batch.log_prob.sum()
-        fields = {name: self._read(batch, name, metrics) for name in loss.fields}
-        weights = self._read(batch, "rollout_is_weights", metrics) if batch.has("rollout_is_weights") else None
-        log_prob = batch.log_prob
-        if not loss.analytic:
-            log_prob = log_prob.detach().requires_grad_()
-        with torch.set_grad_enabled(not loss.analytic):
-            result = loss(PolicyInputs(batch.tokens, log_prob, fields, weights), **self._policy_arguments)
-            values, slope = result.values, result.derivative
-            if weights is not None and not loss.weighs_itself:
-                values = values * weights
-                slope = None if slope is None else slope * weights
-        tokens = batch.tokens
+    def _policy_term(self, batch: FlatBatch, totals: Totals, metrics: MetricSet) -> Term:
+        loss, tokens = self._policy_loss, batch.tokens
+        fields = {name: batch.values[name] for name in loss.fields}
+        weights = batch.values.get("rollout_is_weights")
+        weighs = not loss.weighs_itself
+
+        def compute(log_prob: Tensor) -> tuple[Tensor, TokenLoss]:
+            result = loss(PolicyInputs(tokens, log_prob, fields, weights), **self._policy_arguments)
+            return result.values * weights if weights is not None and weighs else result.values, result
+
+        derivative: Any
+        if loss.analytic:
+            values, result = compute(batch.log_prob)
+            derivative = result.derivative
+            if weights is not None and weighs:
+                derivative = derivative * weights
+        else:
+            values, result, derivative = differentiate(compute, batch.log_prob)
         if result.kept is not None:
             tokens = tokens.reject(result.kept == 0)
-        self._add_policy_metrics(batch, tokens, result, metrics)
-        mode = self._modes["pg"]
-        return Term("actor/pg_loss", 1.0, mode, tokens, values.detach(), batch.log_probs, slope, log_prob, values)
+        self._add_policy_metrics(tokens, batch.dtype, totals, result, metrics)
+        return Term("actor/pg_loss", 1.0, self._modes["pg"], tokens, values, "log_probs", derivative)
 
     def _add_policy_metrics(
-        self, batch: MicroBatch, tokens: ResponseTokens, result: TokenLoss, metrics: MetricSet
+        self, tokens: ResponseTokens, dtype: torch.dtype, totals: Totals, result: TokenLoss, metrics: MetricSet
     ) -> None:
         mode = self._policy_loss.mode
         if mode is None:
-            weights, count, total = tokens.indicator(batch.dtype), tokens.num_tokens, batch.num_valid_tokens
+            weights, count, total = tokens.indicator(dtype), tokens.num_tokens, totals.num_valid_tokens
         else:
-            weights = mode.token_weights(tokens, batch.dtype)
-            count, total = mode.local_count(tokens), self._total(mode, batch.totals)
+            weights = mode.token_weights(tokens, dtype)
+            count, total = mode.local_count(tokens), self._total(mode, totals)
         for name, values in result.means.items():
             if tokens.has_rejections:
                 # How many tokens of the mini-batch stay is known when all of it is computed.
                 metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
             else:
-                metrics.add_ratio(name, Ratio(tokens.weighted_sum(values.detach(), weights), count), total)
+                metrics.add_ratio(name, Ratio(tokens.weighted_sum(values, weights), count), total)
         for name, values in result.maxima.items():
-            metrics.add_extreme(name, "max", tokens.maximum(values.detach()))
+            metrics.add_extreme(name, "max", tokens.maximum(values))
         for name, values in result.minima.items():
-            metrics.add_extreme(name, "min", tokens.minimum(values.detach()))
+            metrics.add_extreme(name, "min", tokens.minimum(values))
         if result.add_metrics is not None:
             result.add_metrics(metrics)
 
-    def _add_rollout_metrics(self, batch: MicroBatch, level: str, metrics: MetricSet) -> None:
+    def _add_rollout_metrics(self, batch: FlatBatch, level: str, metrics: MetricSet) -> None:
         upper, lower = self.config.rollout_metrics_upper, self.config.rollout_metrics_lower
-        old = self._read(batch, "old_log_probs", metrics)
+        old, rollout = batch.values["old_log_probs"], batch.values["rollout_log_probs"]
         if self.config.nonfinite == "neutral":
-            raw = batch.read("rollout_log_probs")
-            rollout = torch.where(torch.isfinite(raw), raw, old)
-        else:
-            rollout = self._read(batch, "rollout_log_probs", metrics)
+            rollout = torch.where(torch.isfinite(rollout), rollout, old)
         log_ratio = LogRatio(batch.tokens, old - rollout)
         applied = log_ratio.weights(level).clamp(max=upper)
         add_weight_metrics(metrics, log_ratio, applied, level, upper, lower, "rollout_corr/")
@@ -177,50 +214,43 @@ class TrinityPolicyLoss:
 
     def _reject_nonfinite(self, batch: MicroBatch, metrics: MetricSet) -> MicroBatch:
         """The micro-batch without the tokens that have a NaN or an infinity in a field that the loss reads."""
-        names = [*self._policy_loss.fields]
-        names += [name for name in ("rollout_is_weights",) if batch.has(name)]
-        names += ["ref_log_prob"] if self.config.use_kl_loss else []
-        finite = torch.isfinite(batch.log_prob)
+        finite = torch.isfinite(batch.tokens.select(batch.log_probs.gather()))
         if batch.entropy is not None:
             finite &= torch.isfinite(batch.tokens.select(batch.entropy.gather()))
-        for name in names:
+        for name in self._fields(batch):
+            if name in self._may_be_nonfinite:
+                continue
             finite &= torch.isfinite(batch.read(name))
         bad = ~finite
-        metrics.add_ratio("actor/nonfinite_frac", Ratio(bad.sum(), batch.tokens.num_tokens), batch.num_valid_tokens)
+        share = Ratio(bad.sum(), batch.tokens.num_tokens)
+        metrics.add_ratio("actor/nonfinite_frac", share, batch.totals.num_valid_tokens)
         return replace(batch, tokens=batch.tokens.reject(bad))
 
-    def _read(self, batch: MicroBatch, name: str, metrics: MetricSet) -> Tensor:
-        """A field [N]; its sum travels with the metrics, since one NaN or infinity makes it non-finite."""
-        values = batch.read(name)
-        metrics.checks[name] = values.sum()
-        return values
-
-    def _combine(self, batch: MicroBatch, terms: list[Term], metrics: MetricSet) -> tuple[Tensor, dict[Source, Tensor]]:
-        """The loss, 0-d without a graph, and its gradient [N] by each tensor of the model output."""
-        loss = torch.zeros((), dtype=torch.float64, device=batch.log_prob.device)
-        token_weights: dict[tuple[AggregationMode, ResponseTokens], Tensor] = {}
-        gradients: dict[Source, Tensor] = {}
+    def _combine(self, terms: list[Term], totals: Totals, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, 0-d without a graph, and its gradient [N] by each part of the model output."""
+        loss = torch.zeros((), dtype=torch.float64, device=terms[0].values.device)
+        gradients: dict[str, Tensor] = {}
+        shared: list[tuple[AggregationMode, ResponseTokens, Tensor]] = []
         for term in terms:
             mode, tokens = term.mode, term.tokens
             if mode.is_linear:
                 # Terms that share mode and tokens share their weights.
-                if (mode, tokens) not in token_weights:
-                    token_weights[mode, tokens] = mode.token_weights(tokens, batch.dtype)
-                weights = token_weights[mode, tokens]
+                known = [w for m, t, w in shared if t is tokens and m == mode]
+                weights = known[0] if known else mode.token_weights(tokens, term.values.dtype)
+                shared.append((mode, tokens, weights))
                 numerator = tokens.weighted_sum(term.values, weights)
             else:
                 numerator, weights = mode.linearize(term.values, tokens)
             count = mode.local_count(tokens)
-            scale = self._scale(mode, count, batch.totals)
-            metrics.add_ratio(term.name, Ratio(numerator, count), self._total(mode, batch.totals))
+            scale = self._scale(mode, count, totals)
+            metrics.add_ratio(term.name, Ratio(numerator, count), self._total(mode, totals))
             if term.coefficient == 0:
                 continue
             factor = term.coefficient * scale
-            loss = loss + factor * numerator
+            loss += factor * numerator
             gradient = term.pull_back(weights, factor)
-            known = gradients.get(term.source)
-            gradients[term.source] = gradient if known is None else known.add_(gradient)
-        return loss.to(batch.dtype), gradients
+            gradients[term.source] = gradients[term.source].add_(gradient) if term.source in gradients else gradient
+        return loss, gradients
 
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:
         return batch.tokens.with_prompt_groups(local_prompt_ids(batch), count_empty=self.config.count_empty_sequences)
@@ -236,14 +266,13 @@ class TrinityPolicyLoss:
     def _check_counts(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch, dp_group: Any) -> None:
         """Raises where totals contradict the micro-batch; here nothing reads them."""
 
-    def _raise_faults(self, batch: MicroBatch, checks: dict[str, float], numbers: dict[str, float]) -> None:
-        for number, (_, error) in enumerate(batch.faults):
-            if checks[f"fault {number}"]:
-                raise error
-        for name, total in checks.items():
-            if not math.isfinite(total):
-                source = {"log_probs": batch.log_probs, "entropy": batch.entropy}.get(name)
-                batch.tokens.check_finite(name, batch.read(name) if source is None else source.gather())
+    def _raise_faults(
+        self, batch: MicroBatch, names: list[str], checks: dict[str, float], numbers: dict[str, float]
+    ) -> None:
+        if any(checks[name] for name in checks if name != "fields"):
+            batch.faults.raise_first()
+        if not math.isfinite(checks["fields"]):
+            batch.check_finite(name for name in names if name not in self._may_be_nonfinite)
         for term in _TERMS:
             if not math.isfinite(numbers.get(term, 0.0)):
                 raise NonFiniteError(
@@ -320,7 +349,7 @@ class EnginePolicyLoss(TrinityPolicyLoss):
                 )
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch) -> dict[str, Any]:
-        return metrics.engine(numbers, batch.totals.dp_size or 1, nothing_counts=batch.num_valid_tokens == 0)
+        return metrics.engine(numbers, batch.totals.dp_size or 1, nothing_counts=batch.totals.num_valid_tokens == 0)
 
 
 _warned: set[str] = set()

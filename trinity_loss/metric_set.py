@@ -152,12 +152,10 @@ class MetricSet:
             check_metric_name(name, "ratio")
             self.statistics[name] = (statistic, first)
 
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Moves everything to the host at once.
+    def scalars(self) -> dict[str, Tensor]:
+        """0-d tensors: what :meth:`numbers` takes, once on the host.
 
-        Returns:
-            Numbers of the entries, with ``name#`` for the denominator of a ratio and ``name#count`` and so on
-            for moments, and those of the checks.
+        ``name#`` is the denominator of a ratio, ``name#count`` and so on are moments.
         """
         scalars: dict[str, Tensor] = {}
         for name, entry in self.entries.items():
@@ -166,15 +164,22 @@ class MetricSet:
                 scalars[name + "#"] = entry.denominator
         for name, moments in self.moments.items():
             scalars |= {f"{name}#{kind}": moment for kind, moment in zip(_MOMENT_NAMES, moments, strict=True)}
+        return scalars
+
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Moves everything to the host at once.
+
+        Returns:
+            Numbers of :meth:`scalars`, and those of the checks.
+        """
+        scalars = self.scalars()
         everything = scalars | self.checks
         if not everything:
             return {}, {}
-        by_type: dict[torch.dtype, list[str]] = {}
-        for name, scalar in everything.items():
-            by_type.setdefault(scalar.dtype, []).append(name)
-        stacks = [torch.stack([everything[name] for name in names]) for names in by_type.values()]
-        numbers = torch.cat([stack.to(torch.float64) for stack in stacks]).tolist()
-        values = dict(zip([name for names in by_type.values() for name in names], numbers, strict=True))
+        # float64 among them makes all of them that, which holds every count and every flag.
+        zero = torch.zeros((), dtype=torch.float64, device=next(iter(everything.values())).device)
+        numbers = torch.stack([zero, *everything.values()]).tolist()[1:]
+        values = dict(zip(everything, numbers, strict=True))
         for name, entry in self.entries.items():
             if entry.kind != "ratio" and abs(values[name]) >= torch.finfo(entry.value.dtype).max / 4:
                 values[name] = -math.inf if entry.kind == "max" else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,9 @@ class Term:
         mode: How its tokens are aggregated.
         tokens: Which tokens it counts.
         values: [N], finite.
-        source: What it is differentiated by: log-probs or entropies.
-        derivative: Derivative of each value with respect to its own token [N], or one number for all; None:
-            ask ``leaf`` and ``graph``.
-        leaf: Leaf of the graph behind ``graph``.
-        graph: The values with their graph.
+        source: What it is differentiated by: ``log_probs`` or ``entropy``.
+        derivative: Derivative of each value with respect to its own token [N], or one number for all, or a
+            function that takes weights of the values [N] back to the tokens [N].
     """
 
     name: str
@@ -35,23 +34,39 @@ class Term:
     mode: AggregationMode
     tokens: ResponseTokens
     values: Tensor
-    source: Source
-    derivative: Tensor | float | None
-    leaf: Tensor | None = None
-    graph: Tensor | None = None
+    source: str
+    derivative: Tensor | float | Callable[[Tensor], Tensor]
 
     def pull_back(self, weights: Tensor, factor: Tensor | float) -> Tensor:
         """New tensor [N]: gradient by the source of ``factor`` × the values weighted by ``weights`` [N]."""
         if isinstance(self.derivative, Tensor):
             return (weights * self.derivative).mul_(factor)
-        if self.derivative is not None:
-            return weights * (self.derivative * factor)
-        assert self.graph is not None
-        assert self.leaf is not None
-        gradient = None
-        if self.graph.requires_grad:
-            (gradient,) = torch.autograd.grad(self.graph, self.leaf, weights, allow_unused=True)
-        return torch.zeros_like(self.leaf) if gradient is None else gradient * factor
+        if callable(self.derivative):
+            return self.derivative(weights) * factor
+        return weights * (self.derivative * factor)
+
+
+def differentiate(
+    fn: Callable[[Tensor], tuple[Tensor, Any]], values: Tensor
+) -> tuple[Tensor, Any, Callable[[Tensor], Tensor]]:
+    """What ``fn`` makes of values [N], what else it returns, and what takes weights of the result back to the values.
+
+    Nothing that is returned has a graph.
+    """
+    if torch.compiler.is_compiling():
+        result, pull_back, others = torch.func.vjp(fn, values, has_aux=True)  # type: ignore[misc]
+        return result, others, lambda weights: pull_back(weights)[0]
+    with torch.enable_grad():
+        leaf = values.detach().requires_grad_()
+        graph, others = fn(leaf)
+
+    def gradient(weights: Tensor) -> Tensor:
+        found = None
+        if graph.requires_grad:
+            (found,) = torch.autograd.grad(graph, leaf, weights, allow_unused=True)
+        return torch.zeros_like(leaf) if found is None else found
+
+    return graph.detach(), others, gradient
 
 
 class WithGradient(torch.autograd.Function):

@@ -7,14 +7,17 @@ back to the host: sizes come from shapes, so on a GPU no call waits for the devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_loss.errors import FieldShapeError, NonFiniteError
+
+#: Integers of the same size.
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def is_jagged(tensor: Any) -> bool:
@@ -30,7 +33,13 @@ def jagged_parts(tensor: Any) -> tuple[Tensor, Tensor]:
     if tensor.lengths() is not None:
         tensor = tensor.contiguous()
     # `values()` is dispatched in Python, 30 µs a call; the attribute behind it is the same tensor.
-    return tensor._values.detach(), tensor.offsets()
+    values, offsets = tensor._values, tensor._offsets
+    return (values.detach() if values.requires_grad else values), offsets
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else (`torch.promote_types` costs as much as ten operations)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def group_labels(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,6 +99,13 @@ class ResponseTokens:
     denominator_mask: Tensor | None = None
     group_num_tokens: Tensor | None = None
     num_groups: Tensor | None = None
+    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gives, made once. A `cached_property` has a lock, which cannot be compiled."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     @classmethod
     def from_padded(cls, mask: Tensor) -> ResponseTokens:
@@ -145,23 +161,27 @@ class ResponseTokens:
         """Number of flat tokens N, counted or not."""
         return self.mask.numel()
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """int64 [S]: tokens of each contiguous sequence, counted or not."""
         assert self.offsets is not None
-        return self.offsets.diff()
+        return self._once("lengths", self.offsets.diff)
 
-    @cached_property
+    @property
     def sequence(self) -> Tensor:
         """int64 [N]: the slot of each token."""
-        if self.labels is not None:
-            return self.labels
+        return self._once("sequence", self._find_sequence) if self.labels is None else self.labels
+
+    def _find_sequence(self) -> Tensor:
         slots = torch.arange(self.num_slots, device=self.mask.device)
         return torch.repeat_interleave(slots, self.lengths, output_size=self.size)
 
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """int64 [S]: tokens of each sequence that count."""
+        return self._once("counts", self._count)
+
+    def _count(self) -> Tensor:
         if self.offsets is None:
             zeros = torch.zeros(self.num_slots, dtype=torch.int64, device=self.mask.device)
             return zeros.index_add_(0, self.sequence, self.mask.to(torch.int64))
@@ -169,10 +189,10 @@ class ResponseTokens:
         running = torch.nn.functional.pad(self.mask.cumsum(0), (1, 0))
         return running.index_select(0, self.offsets).diff()
 
-    @cached_property
+    @property
     def num_tokens(self) -> Tensor:
         """int64 0-d: tokens that count."""
-        return self.mask.count_nonzero()
+        return self._once("num_tokens", self.mask.count_nonzero)
 
     @property
     def num_denominator_tokens(self) -> Tensor:
@@ -270,40 +290,35 @@ class ResponseTokens:
 
         Multiplying by the mask would keep a NaN or an infinity that stands there.
         """
-        bits_type = {torch.float32: torch.int32, torch.float64: torch.int64}.get(values.dtype)
-        if values.requires_grad or bits_type is None:
+        if values.requires_grad or values.dtype not in _BITS:
+            return torch.where(self.mask, values, 0)
+        return self.select_(values.clone())
+
+    def select_(self, values: Tensor) -> Tensor:
+        """:meth:`select` in place, for values [..., N] in float32 or float64 without a graph."""
+        if torch.compiler.is_compiling():
             return torch.where(self.mask, values, 0)
         # All bits or none: the same as `where`, at a fifth of its cost on a CPU.
-        if bits_type not in self._converted:
-            self._converted[bits_type] = -self.mask.to(bits_type)
-        return (values.view(bits_type) & self._converted[bits_type]).view(values.dtype)
+        bits_type = _BITS[values.dtype]
+        bits = self._once(bits_type, lambda: self.mask.to(bits_type).neg_())
+        values.view(bits_type).bitwise_and_(bits)
+        return values
 
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
-        if dtype not in self._converted:
-            # From bytes: a conversion from bool costs six times as much on a CPU.
-            self._converted[dtype] = self.mask.view(torch.uint8).to(dtype)
-        return self._converted[dtype]
-
-    @cached_property
-    def _converted(self) -> dict[torch.dtype, Tensor]:
-        """The mask in other types, made once: 0 and 1 as floats, no bits and all bits as integers."""
-        return {}
+        # From bytes: a conversion from bool costs six times as much on a CPU.
+        return self._once(dtype, lambda: self.mask.view(torch.uint8).to(dtype))
 
     def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
         """Σ values × weights, both [n] or 0-d, without a graph, 0-d. One buffer serves all such sums."""
+        if torch.compiler.is_compiling():
+            return (values * weights).sum()
         # Not `torch.broadcast_shapes`, which costs as much as ten small operations.
         shape = values.shape if values.dim() else weights.shape
         return torch.mul(values, weights, out=self._scratch(shape, values.dtype)).sum()
 
     def _scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if (shape, dtype) not in self._buffers:
-            self._buffers[shape, dtype] = torch.empty(shape, dtype=dtype, device=self.mask.device)
-        return self._buffers[shape, dtype]
-
-    @cached_property
-    def _buffers(self) -> dict[tuple[torch.Size, torch.dtype], Tensor]:
-        return {}
+        return self._once((shape, dtype), lambda: torch.empty(shape, dtype=dtype, device=self.mask.device))
 
     def maximum(self, values: Tensor) -> Tensor:
         """Largest of finite values [N] at a counted token, 0-d; near the type's lowest number if there is none."""
@@ -311,21 +326,20 @@ class ResponseTokens:
             return torch.full((), torch.finfo(values.dtype).min, dtype=values.dtype, device=values.device)
         # Finite numbers far below the others where nothing counts: cheaper than `where`.
         far = self._far_below(values.dtype)
-        return torch.add(values, far, out=self._scratch(values.shape, values.dtype)).amax()
+        return self._sum(values, far).amax()
 
     def minimum(self, values: Tensor) -> Tensor:
         """Smallest of finite values [N] at a counted token, 0-d; near the type's largest number if there is none."""
         if self.size == 0:
             return torch.full((), torch.finfo(values.dtype).max, dtype=values.dtype, device=values.device)
         far = self._far_below(values.dtype)
-        return torch.sub(values, far, out=self._scratch(values.shape, values.dtype)).amin()
+        return self._sum(values, far, alpha=-1).amin()
+
+    def _sum(self, values: Tensor, others: Tensor, alpha: int = 1) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.add(values, others, alpha=alpha)
+        return torch.add(values, others, alpha=alpha, out=self._scratch(values.shape, values.dtype))
 
     def _far_below(self, dtype: torch.dtype) -> Tensor:
         """0 at counted tokens, half the type's lowest number at the others [N]."""
-        if dtype not in self._offsets_of_extremes:
-            self._offsets_of_extremes[dtype] = (self.indicator(dtype) - 1).mul_(torch.finfo(dtype).max / 2)
-        return self._offsets_of_extremes[dtype]
-
-    @cached_property
-    def _offsets_of_extremes(self) -> dict[torch.dtype, Tensor]:
-        return {}
+        return self._once(("far", dtype), lambda: (self.indicator(dtype) - 1).mul_(torch.finfo(dtype).max / 2))
