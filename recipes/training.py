@@ -186,6 +186,9 @@ class Training:
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
 _KILLED = re.compile(rf"^{KILLED}(.*)$")
+_GONE = re.compile(r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits")
+    r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with"
+)
 # What follows when another process fails, or is killed: Ray's errors, gloo's, and those of verl's agent loop.
 _CONSEQUENCE = re.compile(
     r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError|ActorUnavailableError|"
@@ -210,7 +213,10 @@ def find_error(log: str) -> str:
         source, text = match.groups() if match else ("", line)
         lines_of.setdefault(source, []).append((number, text))
     errors = sorted([*errors, *(block for lines in lines_of.values() for block in _tracebacks(lines))])
-    causes = [text for _, text in errors if not _CONSEQUENCE.search(text)] or [text for _, text in errors]
+    causes = [text for _, text in errors if not _CONSEQUENCE.search(text)]
+    # Ray sees that a worker is gone even where the fork server had no time to say so.
+    causes = causes or [f"a worker (process {pid}) was killed or crashed" for pid in _GONE.findall(log)]
+    causes = causes or [text for _, text in errors]
     return causes[0] if causes else "\n".join(["the log ends with", *plain[-20:], "it ended without a traceback"])
 
 

@@ -92,10 +92,15 @@ def test_an_interrupted_run_goes_on_and_repeats_the_numbers(run, tmp_path):
     assert "interrupted" in finish(process, code=130)
     assert len(read_log(tmp_path)) < STEPS
 
+    logged = len(read_log(tmp_path))
     finish(start(tmp_path, "--steps", str(STEPS), "--resume"))
-    for ours, theirs in zip(read_log(tmp_path), read_log(run[0]), strict=True):
+    ours, theirs = ({record["step"]: record for record in read_log(folder)} for folder in (tmp_path, run[0]))
+    # A step that was saved, and not logged when its run was stopped, is not trained again.
+    assert set(theirs) - set(ours) <= {logged + 1}
+    assert STEPS in ours
+    for step, record in ours.items():
         for key in METRICS:
-            assert math.isclose(ours[key], theirs[key], rel_tol=1e-5, abs_tol=1e-7), (ours["step"], key)
+            assert math.isclose(record[key], theirs[step][key], rel_tol=1e-5, abs_tol=1e-7), (step, key)
 
 
 def test_legacy_trainer(run, tmp_path):
@@ -152,6 +157,12 @@ def test_find_error_tells_a_killed_process_from_one_that_ray_ends():
     trace = 'Traceback (most recent call last):\n  File "c.py", line 3, in h\n'
     assert find_error(f"{trace}{peer}\n{killed}").startswith("ray::WorkerDict (process 7)")
     assert find_error(f"{trace}ValueError: cause\n{killed}").endswith("ValueError: cause")
+    gone = "(raylet) A worker died. Worker PID: 7 Worker exit type: SYSTEM_ERROR Worker exit detail: Worker {}.\n"
+    died = f"{trace}ray.exceptions.ActorDiedError: The actor died.\n"
+    crashed = gone.format("unexpectedly exits with a connection error")
+    assert find_error(crashed + died) == "a worker (process 7) was killed or crashed"
+    ended = gone.format("exits unexpectedly by a signal. SystemExit is raised")
+    assert find_error(ended + died).endswith("The actor died.")
 
 
 def save_checkpoint(checkpoints, step):
