@@ -187,8 +187,6 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
 _KILLED = re.compile(rf"^{KILLED}(.*)$")
 _GONE = re.compile(r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits")
-    r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with"
-)
 # What follows when another process fails, or is killed: Ray's errors, gloo's, and those of verl's agent loop.
 _CONSEQUENCE = re.compile(
     r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError|ActorUnavailableError|"
