@@ -84,12 +84,17 @@ def test_memory_and_operations_follow_the_tokens_that_count(request):
 
     def cost(case):
         result = measure(case, {"ours": make_losses(["ours"])["ours"]("token-mean")}, runs=1)
-        return result.costs["ours"].peak_bytes / result.num_tokens, result.costs["ours"].operations
+        ours = result.costs["ours"]
+        return ours.peak_bytes / result.num_tokens, ours.operations, ours.traffic_bytes / result.num_tokens
 
-    base, operations = cost(Case(16, 2000, 0.5))
+    base, operations, moved = cost(Case(16, 2000, 0.5))
+    # Eight passes at least: the floor reads six vectors and writes two.
+    assert 29 < moved < 1000
     for same in (Case(16, 4000, 0.25), Case(160, 2000, 0.5), Case(1, 16000, 1.0), Case(512, 32, 1.0)):
-        bytes_per_token, count = cost(same)
+        bytes_per_token, count, moved_here = cost(same)
         assert bytes_per_token == pytest.approx(base, rel=0.05)
+        # The gradients cover the prompts too, of 160 tokens each.
+        assert moved_here - moved < 60 * same.sequences * 160 / (same.sequences * same.longest * same.fill)
         # A sum of many numbers is made of two operations more.
         assert abs(count - operations) <= 4
     # 16 tokens each that do not count: a tenth more.

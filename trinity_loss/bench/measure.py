@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trinity_loss.bench.cases import Case, MicroBatch, make_micro_batch
 from trinity_loss.bench.losses import LossFn
@@ -38,6 +40,8 @@ class Cost:
         operations: Calls of ATen operations, as torch's profiler sees them, those made by others included.
         host_reads: Times the host waits for a number of the device.
         peak_bytes: Most memory in use during the call above what was in use before.
+        traffic_bytes: Read and written by all operations together, if each reads its inputs and writes its outputs
+            once; within an operation of a jagged tensor only its values are seen.
         loss_error: Relative distance of the loss from the first one's.
         gradient_error: Relative distance of the gradients by log-probs and entropies.
     """
@@ -47,6 +51,7 @@ class Cost:
     operations: int
     host_reads: int
     peak_bytes: int
+    traffic_bytes: int
     loss_error: float
     gradient_error: float
 
@@ -99,6 +104,7 @@ def measure(case: Case, losses: Mapping[str, LossFn], *, device: str = "cpu", ru
             operations=operations,
             host_reads=host_reads,
             peak_bytes=peak,
+            traffic_bytes=_traffic(loss_fn, batch),
             loss_error=_distance(outcomes[name][0], outcomes[first][0]),
             gradient_error=_distance(outcomes[name][1], outcomes[first][1]),
         )
@@ -194,3 +200,25 @@ def _count(loss_fn: LossFn, batch: MicroBatch, device: str) -> tuple[int, int, i
         in_use += event.nbytes()
         peak = max(peak, in_use)
     return operations, reads, peak
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes of what operations take and return."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in (*read.values(), *written))
+        return result
+
+
+def _traffic(loss_fn: LossFn, batch: MicroBatch) -> int:
+    model_output = batch.model_output()
+    with _Traffic() as traffic:
+        _step(loss_fn, model_output, batch)
+    return traffic.bytes

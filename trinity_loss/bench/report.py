@@ -26,6 +26,7 @@ _HEADERS = (
     "× floor",
     "peak MB",
     "of verl's",
+    "B/token",
     "ops",
     "reads",
     "differs by",
@@ -41,7 +42,8 @@ def print_report(results: Sequence[Result], bandwidth: float, shares: Mapping[st
         f"{options.runs} interleaved runs; torch {torch.__version__}, {options.device}\n"
         f"faster: median of ratios to the first loss. floor: {FLOOR_BYTES_PER_TOKEN} bytes per token at the "
         f"{bandwidth / 1e9:.1f} GB/s of a copy measured in this run.\n"
-        "peak: memory in use above what was before the call. ops: ATen calls. reads: waits for the device.\n"
+        "peak: memory in use above what was before the call. B/token: bytes that all operations together read and\n"
+        "write, per token. ops: ATen calls. reads: waits for the device.\n"
         "differs by: relative distance of loss or gradient, whichever is larger, from the first loss's."
     )
     for name, share in shares.items():
@@ -68,6 +70,7 @@ def _rows(result: Result, bandwidth: float) -> list[list[str]]:
                 f"{cost.seconds / result.floor_seconds(bandwidth):.1f}",
                 f"{cost.peak_bytes / 1e6:.2f}",
                 f"{cost.peak_bytes / base.peak_bytes:.2f}",
+                f"{cost.traffic_bytes / result.num_tokens:.0f}",
                 str(cost.operations),
                 str(cost.host_reads),
                 f"{max(cost.loss_error, cost.gradient_error):.0e}",
