@@ -1,7 +1,9 @@
 """The bench command: what it measures is there, and the losses it measures are the same loss. No times."""
 
+import gc
 import json
 
+import psutil
 import pytest
 import torch
 
@@ -112,3 +114,19 @@ def test_a_loss_that_differs_is_reported():
 
     assert measure(case, {"single": single, "same": single}, runs=1).agrees
     assert not measure(case, {"single": single, "double": double}, runs=1).agrees
+
+
+def test_calls_leave_no_memory():
+    """A thousand calls after two hundred: the process is as large as before."""
+    loss_fn, batch = make_losses(["ours"])["ours"]("token-mean"), make_micro_batch(Case(8, 64, 0.5))
+
+    def call(times):
+        for _ in range(times):
+            loss, _ = loss_fn(model_output=batch.model_output(), data=batch.data)
+            loss.backward()
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    before = call(200)
+    # Four kilobytes left by each call, one vector of its tokens, would be more.
+    assert call(1000) - before < 4000 * 1024
