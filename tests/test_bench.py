@@ -130,3 +130,12 @@ def test_calls_leave_no_memory():
     before = call(200)
     # Four kilobytes left by each call, one vector of its tokens, would be more.
     assert call(1000) - before < 4000 * 1024
+
+
+def test_one_and_many_sequences_cost_the_same_per_token(monkeypatch):
+    """What 512 sequences cost more is the prompts that come with them: with hardly any, the same bytes are moved."""
+    monkeypatch.setattr("trinity_loss.bench.cases.SHORTEST_PROMPT", 2)
+    monkeypatch.setattr("trinity_loss.bench.cases.LONGEST_PROMPT", 4)
+    losses = {"ours": make_losses(["ours"])["ours"]("token-mean")}
+    one, many = (measure(case, losses, runs=1).costs["ours"] for case in (Case(1, 65536, 1.0), Case(512, 128, 1.0)))
+    assert many.traffic_bytes == pytest.approx(one.traffic_bytes, rel=0.01)
