@@ -162,7 +162,7 @@ class Training:
             except psutil.Error:
                 continue
         self.memory, self.peak_memory = total, max(self.peak_memory, total)
-        if self._killed_at is None and re.search(f"^{KILLED}", self._text(), re.MULTILINE):
+        if self._killed_at is None and _KILLED.search(self._text()):
             self._killed_at = time.monotonic()
 
     def _stop(self) -> None:
@@ -185,7 +185,7 @@ class Training:
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
-_KILLED = re.compile(rf"^{KILLED}(.*)$")
+_KILLED = re.compile(rf"^{KILLED}(.*)$", re.MULTILINE)
 _GONE = re.compile(r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits")
 # What follows when another process fails, or is killed: Ray's errors, gloo's, and those of verl's agent loop.
 _CONSEQUENCE = re.compile(

@@ -53,9 +53,6 @@ def differentiate(
 
     Nothing that is returned has a graph.
     """
-    if torch.compiler.is_compiling():
-        result, pull_back, others = torch.func.vjp(fn, values, has_aux=True)  # type: ignore[misc]
-        return result, others, lambda weights: pull_back(weights)[0]
     with torch.enable_grad():
         leaf = values.detach().requires_grad_()
         graph, others = fn(leaf)

@@ -102,7 +102,7 @@ class ResponseTokens:
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` gives, made once. A `cached_property` has a lock, which cannot be compiled."""
+        """What ``make`` gives, made once."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -296,8 +296,6 @@ class ResponseTokens:
 
     def select_(self, values: Tensor) -> Tensor:
         """:meth:`select` in place, for values [..., N] in float32 or float64 without a graph."""
-        if torch.compiler.is_compiling():
-            return torch.where(self.mask, values, 0)
         # All bits or none: the same as `where`, at a fifth of its cost on a CPU.
         bits_type = _BITS[values.dtype]
         bits = self._once(bits_type, lambda: self.mask.to(bits_type).neg_())
@@ -311,8 +309,6 @@ class ResponseTokens:
 
     def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
         """Σ values × weights, both [n] or 0-d, without a graph, 0-d. One buffer serves all such sums."""
-        if torch.compiler.is_compiling():
-            return (values * weights).sum()
         # Not `torch.broadcast_shapes`, which costs as much as ten small operations.
         shape = values.shape if values.dim() else weights.shape
         return torch.mul(values, weights, out=self._scratch(shape, values.dtype)).sum()
@@ -336,8 +332,6 @@ class ResponseTokens:
         return self._sum(values, far, alpha=-1).amin()
 
     def _sum(self, values: Tensor, others: Tensor, alpha: int = 1) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.add(values, others, alpha=alpha)
         return torch.add(values, others, alpha=alpha, out=self._scratch(values.shape, values.dtype))
 
     def _far_below(self, dtype: torch.dtype) -> Tensor:

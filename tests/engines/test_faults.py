@@ -43,6 +43,7 @@ class Disk:
         folder.mkdir(parents=True)
         self.folder, self.ballast = folder, folder / "ballast"
         mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+        # Nothing else fills a disk for real: a limit of a file's size gives another error, and /dev/full is one file.
         if subprocess.run(mount, capture_output=True).returncode:
             pytest.skip("a small file system can be mounted by root only")
 
