@@ -1,6 +1,7 @@
 """Trains again and again, then for long, and says what was left behind and whether memory grew.
 
-Leaves in ``runs/soak`` the memory after each step of the long run (``memory.jsonl``) and a picture (``memory.png``).
+Leaves in ``runs/soak`` the memory of each process after each step of the long run (``memory.jsonl``) and a picture
+(``memory.png``).
 Ends with code 1 if a run failed or left a process or a file behind, or if memory grew.
 """
 
@@ -11,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +22,7 @@ SHORT_STEPS = 2
 GROWTH = 0.05  # Of the last fifth of a long run over its second; the first still warms up.
 #: Four prompts a step: what stays behind after a step does so after a short one too.
 SMALL_STEPS = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+LARGEST = 6  # Processes that are told apart from the rest.
 FEWEST = 50  # Steps below which such a comparison says nothing.
 
 
@@ -33,8 +36,8 @@ def short_run(folder: Path) -> list[str]:
     return training.left_behind() + [str(path) for path in [*temporary, *set(ROOT.iterdir()) - files]]
 
 
-def long_run(folder: Path, steps: int) -> list[int]:
-    """Train ``steps`` steps and return the memory of all processes together after each, in bytes."""
+def long_run(folder: Path, steps: int) -> list[dict[str, int]]:
+    """Train ``steps`` steps and return the memory of each process after each of them, in bytes."""
     memory = []
     small = [*overrides(folder), *SMALL_STEPS]
     with Training(folder, steps, small) as training, (folder / "memory.jsonl").open("w") as log:
@@ -42,7 +45,8 @@ def long_run(folder: Path, steps: int) -> list[int]:
             memory.append(training.memory)
             log.write(json.dumps({"step": record["step"], "bytes": training.memory}) + "\n")
             log.flush()
-            print(f"step {record['step']:>4}/{steps}  {training.memory / 2**20:.0f} MiB  {record['seconds']:.1f} s")
+            total = sum(training.memory.values()) / 2**20
+            print(f"step {record['step']:>4}/{steps}  {total:.0f} MiB  {record['seconds']:.1f} s")
     return memory
 
 
@@ -50,23 +54,40 @@ def overrides(folder: Path) -> list[str]:
     return [f"trainer.default_local_dir={folder / 'checkpoints'}"]
 
 
-def growth(memory: list[int]) -> float:
-    """Return by what share the last fifth lies above the second, in the median."""
+def growth(memory: list[dict[str, int]]) -> tuple[float, dict[str, float]]:
+    """Compare the medians of the second fifth of a run and the last.
+
+    Returns:
+        By what share all processes together grew, and by how many bytes each of them did, the most first.
+    """
     fifth = len(memory) // 5
-    return median(memory[-fifth:]) / median(memory[fifth : 2 * fifth]) - 1
+    parts = memory[fifth : 2 * fifth], memory[-fifth:]
+    before, after = (median(sum(sizes.values()) for sizes in part) for part in parts)
+    names = {name for part in parts for sizes in part for name in sizes}
+    medians = {name: [median(sizes.get(name, 0) for sizes in part) for part in parts] for name in names}
+    grown = {name: last - first for name, (first, last) in medians.items()}
+    return after / before - 1, dict(sorted(grown.items(), key=lambda item: -item[1]))
 
 
-def draw(memory: list[int], file: Path) -> None:
-    """Draw the memory after each step."""
+def draw(memory: list[dict[str, int]], file: Path) -> None:
+    """Draw the memory after each step, the largest kinds of processes apart."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
-    axis.plot(range(1, len(memory) + 1), [size / 2**20 for size in memory])
-    axis.set(xlabel="step", ylabel="MiB, all processes", ylim=(0, None))
-    axis.grid(alpha=0.3)
+    kinds = [Counter[str]() for _ in memory]
+    for counter, sizes in zip(kinds, memory, strict=True):
+        for name, size in sizes.items():
+            counter[name.rpartition(" (")[0]] += size  # Without the process's number.
+    largest = [name for name, _ in kinds[-1].most_common(LARGEST)]
+    layers = {name: [counter[name] / 2**20 for counter in kinds] for name in largest}
+    layers["others"] = [sum(counter[name] for name in counter if name not in largest) / 2**20 for counter in kinds]
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    axis.stackplot(range(1, len(memory) + 1), layers.values(), labels=layers, alpha=0.8)
+    axis.set(xlabel="step", ylabel="MiB", ylim=(0, None))
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right", fontsize=8)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -84,8 +105,11 @@ def soak(folder: Path, runs: int, steps: int) -> list[str]:
         draw(memory, folder / "memory.png")
         shutil.copy(folder / "long" / "memory.jsonl", folder)
         if len(memory) >= FEWEST:
-            grown = growth(memory)
-            print(f"memory: {max(memory) / 2**20:.0f} MiB at most, {grown:+.1%} from the second fifth to the last")
+            grown, by_process = growth(memory)
+            most = max(sum(sizes.values()) for sizes in memory) / 2**20
+            print(f"memory: {most:.0f} MiB at most, {grown:+.1%} from the second fifth to the last, of which")
+            for name, size in list(by_process.items())[:LARGEST]:
+                print(f"{size / 2**20:+8.2f} MiB  {name}")
             if grown > GROWTH:
                 wrong.append(f"memory grew by {grown:.1%}, more than {GROWTH:.0%}")
     return wrong

@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Training:
         self.folder, self.steps, self.stall_timeout, self.recipe = folder, steps, stall_timeout, recipe
         self.log, self.metrics = folder / "output.log", folder / "verl.jsonl"
         self.overrides = [f"trainer.total_training_steps={steps}", f"hydra.run.dir={folder / 'hydra'}", *overrides]
-        self.memory = self.peak_memory = 0
+        self.memory: dict[str, int] = {}  # Bytes of each process, when they were last looked at.
+        self.peak_memory = 0
         self._looked = 0.0
         self._killed_at: float | None = None
         self._mark = uuid.uuid4().hex
@@ -69,6 +71,7 @@ class Training:
             "TQ_NUM_THREADS": "1",
             "JE_ARROW_MALLOC_CONF": "background_thread:false",  # A process with threads cannot be forked.
             "RAY_worker_register_timeout_seconds": "600",
+            "RAY_task_events_report_interval_ms": "0",  # No history of tasks: it grows by 0.3 MiB a step.
         }
         task = [sys.executable, ROOT / "recipes" / "toy" / "task.py", TOY]
         subprocess.run(task, check=True, capture_output=True, env=environment)
@@ -155,13 +158,12 @@ class Training:
     def _look_around(self) -> None:
         if time.monotonic() < self._looked + 2:  # The kernel walks every page table for the memory.
             return
-        self._looked, total = time.monotonic(), 0
+        self._looked, self.memory = time.monotonic(), {}
         for process in processes_of(self._mark):
-            try:
-                total += process.memory_full_info().pss  # Shared pages count once.
-            except psutil.Error:
-                continue
-        self.memory, self.peak_memory = total, max(self.peak_memory, total)
+            with suppress(psutil.Error):  # It ended meanwhile.
+                name = f"{_name(process)} ({process.pid})"
+                self.memory[name] = process.memory_full_info().pss  # Shared pages count once.
+        self.peak_memory = max(self.peak_memory, sum(self.memory.values()))
         if self._killed_at is None and _KILLED.search(self._text()):
             self._killed_at = time.monotonic()
 
@@ -181,6 +183,14 @@ class Training:
                 for process in remaining:
                     process.kill()
             time.sleep(0.1)
+
+
+def _name(process: psutil.Process) -> str:
+    """Return what a process is: Ray's name for a worker, the script that Python runs, or the program."""
+    name, arguments = process.name(), process.cmdline()[1:]
+    if name.startswith("python"):
+        return Path(next((word for word in arguments if not word.startswith("-")), name)).name
+    return name.partition(".")[0]  # Ray adds the method that runs just now.
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -217,12 +217,19 @@ def test_soak_for_a_moment(tmp_path):
     assert "left behind: nothing" in output
     memory = [json.loads(line) for line in (tmp_path / "soak" / "memory.jsonl").read_text().splitlines()]
     assert [record["step"] for record in memory] == [1, 2, 3]
-    assert all(record["bytes"] > 2**28 for record in memory)
+    for record in memory:
+        assert sum(record["bytes"].values()) > 2**28
+        assert {"gcs_server", "verl.trainer.main_ppo", "fork_server.py"} <= {
+            name.split()[0] for name in record["bytes"]
+        }
     assert (tmp_path / "soak" / "memory.png").exists()
 
 
 def test_soak_tells_memory_that_grows():
     from soak import GROWTH, growth
 
-    assert growth([10, *[100] * 99]) == 0
-    assert growth([100 + step for step in range(100)]) > GROWTH
+    assert growth([{"a (1)": 10}, *[{"a (1)": 100}] * 99]) == (0, {"a (1)": 0})
+    total, by_process = growth([{"a (1)": 100, "b (2)": 100 + step} for step in range(100)])
+    assert total == pytest.approx(60 / 229.5)
+    assert total > GROWTH
+    assert list(by_process.items()) == [("b (2)", 60), ("a (1)", 0)]
