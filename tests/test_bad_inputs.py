@@ -30,6 +30,12 @@ def jagged(*rows: list[float], dtype: torch.dtype = torch.float32) -> torch.Tens
     return torch.nested.as_nested_tensor([torch.tensor(r, dtype=dtype) for r in rows], layout=torch.jagged)
 
 
+def strided(*rows: list[float]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this layout is a prototype.
+        return torch.nested.nested_tensor([torch.tensor(r) for r in rows], layout=torch.strided)
+
+
 @dataclass
 class Given:
     """Two responses of two and three tokens, the whole mini-batch, before something is done to them."""
@@ -150,7 +156,8 @@ bad("field-too-long", put("old_log_probs", jagged([1.0] * 3, [1.0] * 3)), "neste
 bad("mask-flat", put("response_mask", torch.ones(6)))
 bad("mask-of-three-dimensions", put("response_mask", torch.ones(2, 3, 1)))
 bad("mask-beyond-attention", put("response_mask", torch.ones(2, 3)), "padded")
-bad("attention-mask-too-narrow", put("attention_mask", torch.ones(2, 4)), "padded")
+bad("attention-mask-with-a-hole", put("attention_mask", torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])), "padded")
+bad("attention-mask-too-narrow", put("attention_mask", torch.ones(2, 4, dtype=torch.int64)), "padded")
 bad("log-probs-too-wide", put("log_probs", torch.ones(2, 4)))
 bad("log-probs-dense", put("log_probs", torch.ones(2, 3)), "nested")
 bad("log-probs-of-another-batch", put("log_probs", jagged([1.0] * 8)), "nested")
@@ -159,6 +166,7 @@ bad("log-probs-jagged-beside-segments", put("log_probs", jagged([1.0] * 3, [1.0]
 bad("log-probs-with-a-last-dimension", put("log_probs", torch.ones(2, 3, 1)))
 bad("entropy-too-long", put("entropy", torch.ones(2, 4)))
 bad("prompts-of-another-batch", put("prompts", jagged([5], [5], [6], dtype=torch.int64)), "nested")
+bad("prompts-flat", put("prompts", torch.ones(4, dtype=torch.int64)), "padded")
 bad("prompt-empty", put("prompts", jagged([], [5, 6, 7], dtype=torch.int64)), "nested")
 bad("segments-too-wide", put("segment_ids", torch.ones(2, 4, dtype=torch.int64)), "packed")
 bad("uid-too-few", put("uid", ["a"]), count_padding_rows=False)
@@ -171,19 +179,28 @@ bad("packed-pairs", lambda given: None, "packed", **PAIRS)
 # What has another type.
 bad("field-a-list", put("advantages", [[1.0] * 3] * 2))
 bad("field-text", put("old_log_probs", "old"))
+bad("field-strided", put("advantages", strided([1.0] * 2, [1.0] * 3)), "nested")
+bad("field-of-complex-numbers", put("advantages", torch.ones(2, 3, dtype=torch.complex64)))
 bad("field-of-integers", put("advantages", torch.tensor([[-1] * 3] * 2)))
 bad("mask-a-list", put("response_mask", MASK))
+bad("mask-strided", put("response_mask", strided([1.0] * 2, [1.0] * 3)), "nested")
+bad("mask-nan", put("response_mask", torch.tensor(MASK) * math.nan))
+bad("mask-nan-nested", put("response_mask", jagged([1.0, math.nan], [1.0] * 3)), "nested")
 bad("mask-of-numbers", put("response_mask", torch.tensor(MASK) * 0.25))
 bad("log-probs-a-list", put("log_probs", [[-1.0] * 3] * 2))
+bad("log-probs-strided", put("log_probs", strided([1.0] * 3, [1.0] * 5)), "nested")
 bad("log-probs-of-integers", put("log_probs", torch.ones(2, 3, dtype=torch.int64)))
 bad("entropy-a-number", put("entropy", 1.0))
+bad("attention-mask-of-floats", put("attention_mask", torch.ones(2, 5)), "padded")
 bad("segments-of-floats", put("segment_ids", torch.ones(2, 3)), "packed")
 bad("segments-a-list", put("segment_ids", [[1, 1, 0], [4, 4, 4]]), "packed")
+bad("prompt-counts-of-floats", prompts(prompt_num_tokens=torch.tensor([2.5, 3.0])), **PROMPTS)
 bad("prompt-counts-a-list", prompts(prompt_num_tokens=[2, 3]), **PROMPTS)
 # Totals.
 bad("no-totals", lambda given: [given.data.pop(k) for k in ("batch_num_tokens", "global_batch_size", "dp_size")])
 bad("no-dp-size", drop("dp_size"))
 bad("no-token-count", drop("batch_num_tokens"))
+bad("no-sequence-count", drop("global_batch_size"), **SEQUENCES)
 bad("no-token-count-on-two-ranks", both(drop("batch_num_tokens"), put("dp_size", 2)))
 bad("no-sequence-count-on-two-ranks", both(drop("global_batch_size"), put("dp_size", 2)), **SEQUENCES)
 bad("no-prompt-count", put("prompt_num_tokens", torch.tensor([2, 3])), **PROMPTS)
@@ -207,6 +224,7 @@ bad("sequence-count-zero", put("global_batch_size", 0), **SEQUENCES)
 bad("sequence-count-negative", put("global_batch_size", -2), **SEQUENCES)
 bad("sequence-count-too-small", put("global_batch_size", 1), **SEQUENCES)
 bad("prompt-count-zero", prompts(batch_num_prompts=0), **PROMPTS)
+bad("prompt-count-too-small", prompts(batch_num_prompts=1), **PROMPTS)
 bad("dp-size-zero", put("dp_size", 0))
 bad("dp-size-negative", put("dp_size", -1))
 bad("dp-size-a-fraction", put("dp_size", 1.5))
@@ -314,6 +332,16 @@ def is_accepted(given, promise):
     assert "loss" in promised
     for key, number in promised.items():
         assert (loss.item() if key == "loss" else metrics[key]) == pytest.approx(float(number))
+
+
+@pytest.mark.parametrize("name", ["no-totals", "no-token-count", "no-sequence-count"])
+def test_a_missing_count_is_said_once(name, monkeypatch):
+    monkeypatch.setattr("trinity_loss.loss._warned", set())
+    with pytest.warns(UserWarning, match="its loss is the mean over its own tokens or sequences"):
+        inputs[name]().run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs[name]().run()
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -245,8 +245,9 @@ class MicroBatch:
                 f"the micro-batch has no {name!r}, expected aligned to the {self.tokens.size} response "
                 f"tokens{hint}; it has {', '.join(sorted(map(str, self.data.keys())))}"
             )
-        if not isinstance(value, Tensor):
-            raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
+        _check_tensor(name, value)
+        if _dtype(value).is_complex:
+            raise FieldShapeError(f"{name} has dtype {_dtype(value)}; expected real numbers")
         if is_jagged(value):
             values, offsets = jagged_parts(value)
             if self.shape is not None or values.shape != (self.tokens.size,):
@@ -283,6 +284,7 @@ class MicroBatch:
         if not isinstance(value, Tensor) or list(value.shape) != expected:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise FieldShapeError(f"prompt_num_tokens is {shape}; expected {expected}")
+        _check_integers("prompt_num_tokens", value)
         counts = value.to(torch.int64)
         if tokens.offsets is None:
             zeros = torch.zeros(tokens.num_slots, dtype=torch.int64, device=value.device)
@@ -296,9 +298,6 @@ class MicroBatch:
                 ),
             )
         )
-        if self.totals.batch_num_prompts == 0:
-            error = TotalsError("batch_num_prompts is 0, but the mask counts tokens here")
-            self.faults.flags.append((tokens.num_tokens > 0, error))
         return counts
 
 
@@ -325,12 +324,14 @@ def read_micro_batch(
     mask, entropy = get_value(data, "response_mask"), model_output.get("entropy", None)
     if mask is None:
         raise MissingFieldError("the micro-batch has no 'response_mask'")
-    if not isinstance(mask, Tensor):
-        raise FieldShapeError(f"response_mask is a {type(mask).__name__}; expected a tensor")
+    _check_tensor("response_mask", mask)
     _check_output("log_probs", log_probs)
     if entropy is not None:
         _check_output("entropy", entropy)
     faults = Faults()
+    if _dtype(mask).is_floating_point:  # Where NaN would count, being not 0.
+        values = jagged_parts(mask)[0] if is_jagged(mask) else mask
+        faults.flags.append((values.isnan().any(), FieldShapeError("response_mask holds NaN; expected 0 and 1")))
     shape: torch.Size | None = None
     if is_jagged(mask):
         tokens = ResponseTokens.from_jagged(*jagged_parts(mask))
@@ -370,11 +371,26 @@ def read_micro_batch(
     )
 
 
-def _check_output(name: str, value: Any) -> None:
+def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
+    if not is_jagged(value) and value.is_nested:
+        raise FieldShapeError(f"{name} is a nested tensor of layout torch.strided; expected torch.jagged")
+
+
+def _check_integers(name: str, value: Tensor) -> None:
+    if value.is_floating_point() or value.is_complex():
+        raise FieldShapeError(f"{name} has dtype {value.dtype}; expected integers")
+
+
+def _dtype(tensor: Any) -> torch.dtype:
     # Questions to a jagged tensor itself are answered in Python, at 0.1 ms each.
-    dtype = cast(Any, value)._values.dtype if is_jagged(value) else value.dtype
+    return tensor._values.dtype if is_jagged(tensor) else tensor.dtype
+
+
+def _check_output(name: str, value: Any) -> None:
+    _check_tensor(name, value)
+    dtype = _dtype(value)
     if not dtype.is_floating_point:
         raise FieldShapeError(f"{name} has dtype {dtype}; expected a floating point type")
 
@@ -470,6 +486,9 @@ def _padded_index(
             "'attention_mask' are needed to place the responses"
         )
     rows, width = shape
+    if prompts.dim() != 2:
+        raise FieldShapeError(f"prompts has shape {list(prompts.shape)}; expected [rows, T]")
+    _check_integers("attention_mask", attention_mask)
     prompt_width = prompts.shape[1]
     if attention_mask.shape != (rows, prompt_width + width):
         raise FieldShapeError(
@@ -484,10 +503,12 @@ def _padded_index(
         ends = _check_sequences(log_probs, torch.nn.functional.pad(ends, (1, 0)), faults)[1:]
     position = torch.arange(width, device=lengths.device)
     beyond = position >= lengths[:, None]
-    faults.flags.append(
+    hole = ((attention_mask[:, prompt_width:] == 0) != beyond).any()
+    outside = (beyond.reshape(-1) & tokens.mask).any()
+    faults.flags.extend(
         (
-            (beyond.reshape(-1) & tokens.mask).any(),
-            FieldShapeError("response_mask counts tokens that attention_mask leaves out"),
+            (hole, FieldShapeError("attention_mask has a hole within a response; expected its tokens, then padding")),
+            (outside, FieldShapeError("response_mask counts tokens that attention_mask leaves out")),
         )
     )
     start = ends - lengths - 1

@@ -306,11 +306,11 @@ class EnginePolicyLoss(TrinityPolicyLoss):
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:
         totals = batch.totals
         if totals.batch_num_prompts is not None and batch.has("prompt_num_tokens"):
-            return replace(
-                batch.tokens,
-                group_num_tokens=batch.prompt_num_tokens(),
-                num_groups=batch.tokens.num_tokens * 0,
-            )
+            counts, group_num_tokens = batch.tokens.counts, batch.prompt_num_tokens()
+            # Which group a sequence belongs to is not said, but no group has more than 1 of such shares.
+            shares = (counts / group_num_tokens.clamp(min=1).to(torch.float64)).sum()
+            fewest = (shares - 1e-6).ceil().clamp(min=0).to(torch.int64)
+            return replace(batch.tokens, group_num_tokens=group_num_tokens, num_groups=fewest)
         if totals != Totals():
             raise TotalsError(
                 "loss_agg_mode 'prompt-mean' needs batch_num_prompts and prompt_num_tokens, counted over the whole "
