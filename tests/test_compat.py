@@ -34,11 +34,23 @@ def test_a_point_is_where_it_was(point):
 def test_what_a_file_imports_is_there(file, module, name):
     if module == "verl.utils.megatron_utils":
         pytest.importorskip("megatron.core")
+    said = what_is_missing(module, name)
+    assert said is None, f"{file}: {said}"
+
+
+def what_is_missing(module, name):
+    """A sentence if a module has no such name, and there is no module of that name in it."""
     try:
-        found = hasattr(importlib.import_module(module), name)
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")
     except ImportError as error:
-        found, name = False, f"{name} ({error})"
-    assert found or importlib.util.find_spec(f"{module}.{name}"), f"verl has no {module}:{name}, which {file} imports"
+        return f"verl has no {module}:{name} any more ({error})"
+    return None
+
+
+@pytest.mark.parametrize("module", ["verl.gone", "verl.gone.too", "verl.utils"])
+def test_a_module_that_moved_is_said_in_a_sentence(module):
+    assert what_is_missing(module, "gone").startswith(f"verl has no {module}:gone any more (No module named ")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,18 @@ def test_what_moved_is_said_in_a_sentence(where, has, says):
     said = compat.Point(where, "a.py", has).problem()
     with pytest.raises(AssertionError, match=says):
         raise AssertionError(said)
+
+
+def test_a_key_that_is_not_written_any_more_is_said_in_a_sentence():
+    point = compat.Point("verl.workers.utils.losses:ppo_loss", "a.py", says=("dp_size", "batch_num_words"))
+    assert point.problem() == (
+        "verl's verl.workers.utils.losses:ppo_loss says nothing of batch_num_words any more, which "
+        "trinity_loss/a.py relies on"
+    )
+
+
+def test_what_is_not_installed_is_not_leaned_on():
+    assert compat.Point("verl.gone:gone", "a.py", needs="megatron_of_nobody").problem() is None
 
 
 def test_another_version_is_named(monkeypatch):

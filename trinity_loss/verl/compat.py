@@ -5,7 +5,7 @@ Imports nothing of verl itself: ``config.py`` imports this while a worker starts
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -24,14 +24,20 @@ class Point:
         where: ``module:name``, the name with dots.
         used_by: Our file, below ``trinity_loss/``.
         has: Parameters of a function, in this order; fields of a dataclass; attributes of anything else.
+        says: What stands in the source of a function: keys that it sets.
+        needs: A module without which it cannot be imported, and is not used.
     """
 
     where: str
     used_by: str
     has: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    needs: str = "verl"
 
     def problem(self) -> str | None:
         """What moved, in a sentence; None if nothing did."""
+        if importlib.util.find_spec(self.needs) is None:
+            return None
         module, _, name = self.where.partition(":")
         found: Any
         try:
@@ -40,6 +46,12 @@ class Point:
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             return f"verl has no {self.where} any more, which trinity_loss/{self.used_by} uses: {error}"
+        unsaid = [text for text in self.says if text not in inspect.getsource(found)]
+        if unsaid:
+            return (
+                f"verl's {self.where} says nothing of {', '.join(unsaid)} any more, which "
+                f"trinity_loss/{self.used_by} relies on"
+            )
         names = _names_of(found, self.has)
         missing = [wanted for wanted in self.has if wanted not in names]
         moved = not missing and inspect.isroutine(found) and [n for n in names if n in self.has] != list(self.has)
@@ -83,6 +95,29 @@ POINTS = (
         ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "is_mp_src_rank_with_outputs"),
     ),
     Point(_ENGINE, "verl/harness/rank.py", ("forward_backward_batch", "optimizer_step")),
+    # What the trainers and the engines write into a micro-batch.
+    Point("verl.trainer.ppo.ray_trainer:RayPPOTrainer._update_actor", "aggregation.py", says=("global_batch_size=",)),
+    Point(
+        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor", "aggregation.py", says=('"global_batch_size":',)
+    ),
+    Point(
+        "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
+        "batch.py",
+        says=('f"pad{', '["uid"] = pad_uid'),
+    ),
+    Point(f"{_FSDP}.forward_backward_batch", "aggregation.py", says=("batch_num_tokens=", "dp_size=")),
+    Point(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.forward_backward_batch",
+        "aggregation.py",
+        says=("batch_num_tokens=", "dp_size=", "num_micro_batch="),
+        needs="megatron",
+    ),
+    Point(
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.postprocess_micro_batch_func",
+        "loss.py",
+        says=('loss * data["num_micro_batch"]',),
+        needs="megatron",
+    ),
     Point(f"{_FSDP}.forward_step", "verl/harness/rank.py", ("self", "micro_batch", "loss_function")),
     Point("verl.utils.config:omega_conf_to_dataclass", "verl/composed.py", ("config",)),
     # What config.py reads.
