@@ -8,7 +8,9 @@ same ones on every run of the same tests. (Hypothesis draws constants from the m
 itself sees other examples than after others: repeat what failed with the blob that is printed.)
 """
 
+import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,8 +29,9 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 assert PROFILE in PROFILES, f"HYPOTHESIS_PROFILE is {PROFILE!r}; expected one of {', '.join(PROFILES)}"
 FACTOR = {"ci": 1, "long": 20}[PROFILE]
 
-#: Examples that each test asks for in the ci profile.
+#: Examples that each test asks for in the ci profile, and those that ran.
 asked: dict[str, int] = {}
+ran: Counter[str] = Counter()
 
 
 def examples(number: int) -> Callable[[Any], Any]:
@@ -36,6 +39,14 @@ def examples(number: int) -> Callable[[Any], Any]:
 
     def decorate(test: Any) -> Any:
         asked[test.__name__] = number
+        inner = test.hypothesis.inner_test
+
+        @functools.wraps(inner)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            ran[test.__name__] += 1
+            return inner(*args, **kwargs)
+
+        test.hypothesis.inner_test = counted
         return settings(
             max_examples=number * FACTOR,
             derandomize=PROFILE == "ci",
@@ -51,7 +62,8 @@ def examples(number: int) -> Callable[[Any], Any]:
 # ----------------------------------------------------------------------------------------------------
 # Mini-batches
 
-#: Mostly short ones, nothing at all, and now and then one that is long.
+#: Mostly short ones, nothing at all, and now and then one that is long; and what a real one is, at the oracle's pace.
+LONG = st.sampled_from((1, 300, 2000))
 LENGTHS = st.integers(0, 15).map(lambda k: k if k < 7 else (k - 6 if k < 13 else (1, 2, 40)[k - 13]))
 MASKS = st.sampled_from(("full", "full", "holes", "holes", "none"))
 #: How far apart the policies are: standard deviation of the log-ratio, or a gap at some tokens.
@@ -134,10 +146,17 @@ def poisoned(samples: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 @st.composite
-def mini_batches(draw: st.DrawFn, *, most: int = 6, gaps: Sequence[float] = (0.0,), pairs: bool = False):
+def mini_batches(
+    draw: st.DrawFn,
+    *,
+    most: int = 6,
+    gaps: Sequence[float] = (0.0,),
+    pairs: bool = False,
+    lengths: st.SearchStrategy[int] = LENGTHS,
+):
     """Up to ``most`` sequences, with a log-ratio of one of ``gaps`` at some tokens."""
     uids = st.sampled_from(("a", "b", "c"))
-    rows = st.lists(st.tuples(LENGTHS, MASKS, uids), min_size=2 if pairs else 1, max_size=most)
+    rows = st.lists(st.tuples(lengths, MASKS, uids), min_size=2 if pairs else 1, max_size=most)
     shape = draw(rows)
     if pairs and len(shape) % 2:
         shape = shape[:-1]
@@ -318,10 +337,11 @@ def cases(
     types: Sequence[tuple[torch.dtype, torch.dtype]] = (EXACT,),
     layouts: Sequence[str] = LAYOUTS,
     pairs: bool = False,
+    lengths: st.SearchStrategy[int] = LENGTHS,
 ) -> Case:
     """Everything about one example; mini-batches are rounded to the narrower of the form's types."""
     chosen = draw(configurations() if configuration is None else configuration)
-    clean = draw(mini_batches(gaps=gaps, pairs=pairs))
+    clean = draw(mini_batches(gaps=gaps, pairs=pairs, lengths=lengths))
     form = draw(forms(types=types, layouts=layouts))
     whole = replace(draw(forms(layouts=layouts)), dtype=form.dtype, field_dtype=form.field_dtype)
     clean = rounded(clean, min((form.dtype, form.field_dtype), key=NARROWER.index))
