@@ -33,7 +33,8 @@ def wheel(tmp_path_factory):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
+    # A source distribution, and the wheel from that.
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
@@ -108,6 +109,22 @@ print(trinity_loss.__file__, float(loss))
     said = run(python, code).splitlines()
     assert said[0].startswith(str(python.parent.parent))
     assert said[1] == "[]"
+
+
+def test_its_hydra_fragment_composes_where_it_is_installed(python, tmp_path):
+    for name in ("hydra", "omegaconf", "antlr4", "yaml"):
+        (tmp_path / name).symlink_to(SITE_PACKAGES / name)
+    (tmp_path / "config.yaml").write_text(
+        "hydra: {searchpath: ['pkg://trinity_loss.verl.conf']}\ndefaults: [trinity_loss, _self_]\n"
+    )
+    code = f"""
+import sys
+sys.path.append({str(tmp_path)!r})
+from hydra import compose, initialize_config_dir
+with initialize_config_dir({str(tmp_path)!r}, version_base=None):
+    print(compose("config").actor_rollout_ref.actor.policy_loss._target_)
+"""
+    assert run(python, code).strip() == "trinity_loss.verl.PolicyLossConfig"
 
 
 def test_the_command_is_there(python):
