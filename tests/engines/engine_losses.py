@@ -1,5 +1,6 @@
 """The losses that the engine tests run, and what they compare."""
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
 from trinity_loss.verl.harness import EngineResult
+from trinity_loss.verl.harness.batch import ragged_rows
 
 MODES = aggregation_mode_names()
 TOLERANCE = 1e-5
@@ -41,3 +43,28 @@ def assert_same(result: EngineResult, whole: EngineResult, tolerance: float = TO
     counted = {"actor/micro_batches"}
     for key in set(whole.metrics) - counted:
         assert result.metrics[key] == pytest.approx(whole.metrics[key], rel=tolerance, abs=1e-6), key
+
+
+def assert_in_effect(result: EngineResult, layout: dict) -> None:
+    """The engine ran as its case says; the gradient is right, too, where an option is ignored."""
+    case = result.case
+    lengths = [len(row["prompts"]) + len(row["responses"]) for row in ragged_rows(case.batch)]
+    share = case.batch.rows // layout["data_parallel"]
+    pieces = case.micro_batches
+    if case.max_tokens is not None:
+        # Of the rank with most tokens, in steps of the interleaved schedule. verl takes more where that does not fit.
+        longest = max(sum(lengths[start : start + share]) for start in range(0, len(lengths), share))
+        step = case.pipeline if case.virtual_pipeline else 1
+        pieces = math.ceil(math.ceil(longest / case.max_tokens) / step) * step
+    assert len(result.ranks) == case.world_size
+    for rank in result.ranks:
+        assert rank.layout == layout
+        assert len(rank.micro_batches) == pieces
+        rows = [piece.rows for piece in rank.micro_batches]
+        assert sum(rows) == share
+        for piece in rank.micro_batches:
+            assert piece.rows == share // pieces if case.max_tokens is None else piece.length <= case.max_tokens
+            assert piece.nested == (case.batch.layout == "nested")
+            assert piece.inputs is None or piece.inputs[0] == (1 if case.packed else piece.rows)
+    replicas = case.world_size // layout["data_parallel"]
+    assert sum(piece.length for rank in result.ranks for piece in rank.micro_batches) == replicas * sum(lengths)

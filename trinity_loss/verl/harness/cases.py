@@ -68,6 +68,7 @@ class EngineCase:
         tensor: Megatron only: tensor-parallel ranks.
         distributed_optimizer: Megatron only: each data-parallel rank reduces and updates a share of the gradient.
         sequence_parallel: Ranks that share a sequence: Ulysses in FSDP, context parallelism in Megatron; CUDA only.
+        split_norms: Megatron only: what it calls sequence parallelism, which needs Transformer Engine.
         dtype: What the model computes in.
         device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL and a GPU per rank; the same for all cases of a run.
     """
@@ -88,6 +89,7 @@ class EngineCase:
     tensor: int = 1
     distributed_optimizer: bool = False
     sequence_parallel: int = 1
+    split_norms: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -106,8 +108,44 @@ class EngineCase:
             self.tensor,
             self.distributed_optimizer,
             self.sequence_parallel,
+            self.split_norms,
             self.dtype,
         )
+
+
+@dataclass(frozen=True)
+class SeenMicroBatch:
+    """One micro-batch as one rank's model got it.
+
+    Attributes:
+        rows: Sequences.
+        length: Tokens of all rows together, prompts included, without padding.
+        tokens: Those of them that the loss mask holds.
+        nested: Whether its advantages are jagged, as of the v1 trainer.
+        inputs: Shape of the model's ``input_ids``: [1, length] where rows are packed, else [rows, longest], or a
+            little more for alignment; None on later pipeline stages, which do not read them.
+        reduced_before: Whether a gradient had been reduced before its forward; FSDP only.
+    """
+
+    rows: int
+    length: int
+    tokens: int
+    nested: bool
+    inputs: tuple[int, ...] | None
+    reduced_before: bool
+
+
+@dataclass(frozen=True)
+class SeenRank:
+    """What one rank did, read from its engine: an option that verl ignored would not show in the gradient.
+
+    Attributes:
+        layout: What the engine is built of, by the names of `EngineCase` where it has one.
+        micro_batches: In the order of their forwards; in a virtual pipeline those of the rank's first chunk.
+    """
+
+    layout: dict[str, Any]
+    micro_batches: tuple[SeenMicroBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +159,7 @@ class EngineResult:
         loss: The ``loss`` that verl reports.
         grad_norm: The gradient norm that verl reports.
         metrics: All other training metrics, reduced by verl.
-        micro_batches: Micro-batches that each rank really ran.
+        ranks: What each rank really ran.
         seconds: Wall time of the step.
     """
 
@@ -130,8 +168,13 @@ class EngineResult:
     loss: float
     grad_norm: float
     metrics: dict[str, float]
-    micro_batches: int
+    ranks: tuple[SeenRank, ...]
     seconds: float
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each rank really ran."""
+        return len(self.ranks[0].micro_batches)
 
     def gradient_error(self, other: EngineResult) -> float:
         """Relative difference of the two gradients, |self - other| / |other|."""

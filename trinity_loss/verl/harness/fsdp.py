@@ -59,10 +59,23 @@ def read_gradients(engine: Any) -> NamedGradients:
     return whole if dist.get_rank() == 0 else {}
 
 
+def read_layout(engine: Any) -> dict[str, Any]:
+    """The mesh that the parameters live on, and how many ranks share one copy of them."""
+    parameters = list(engine.module.parameters())
+    (mesh,) = {parameter.device_mesh for parameter in parameters}
+    held = sum(parameter.to_local().numel() for parameter in parameters)
+    return {
+        "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        "fsdp_size": sum(parameter.numel() for parameter in parameters) / held,
+        "sequence_parallel": 1 if engine.ulysses_device_mesh is None else engine.ulysses_device_mesh["sp"].size(),
+        "data_parallel": engine.get_data_parallel_size(),
+    }
+
+
 def worker_class(case: EngineCase) -> type:
     """The case's training worker, recording."""
     engine = "trinity_loss.verl.cpu.engine" if case.device == "cpu" else "verl.workers.engine"
-    return recording_worker(case, engine, read_gradients)
+    return recording_worker(case, engine, read_gradients, read_layout)
 
 
 def build(case: EngineCase, model: str) -> Any:

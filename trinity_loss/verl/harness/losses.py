@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class WithoutMicroBatchFactor:
 
 @dataclass(frozen=True)
 class FailsOnRank:
-    """A loss that raises on one rank, while the others wait for it in a collective.
+    """A loss that raises on one rank, while the others wait for it in a collective; a note says when.
 
     Attributes:
         loss: The loss of all other ranks.
@@ -40,5 +41,32 @@ class FailsOnRank:
         import torch.distributed as dist
 
         if dist.get_rank() == self.rank:
-            raise RuntimeError(self.text)
+            error = RuntimeError(self.text)
+            error.add_note(f"called at {time.time()}")
+            raise error
         return self.loss(model_output=model_output, data=data, dp_group=dp_group)
+
+
+@dataclass(frozen=True)
+class NanOnRank:
+    """A loss that is given, on one rank, a NaN among the advantages at a token that counts; a note says when.
+
+    Attributes:
+        loss: The loss.
+        rank: The rank.
+    """
+
+    loss: Callable[..., Any]
+    rank: int
+
+    def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        import torch.distributed as dist
+
+        called = time.time()
+        if dist.get_rank() == self.rank:  # Of the padded layout.
+            data["advantages"][tuple(data["response_mask"].nonzero()[0])] = float("nan")
+        try:
+            return self.loss(model_output=model_output, data=data, dp_group=dp_group)
+        except Exception as error:
+            error.add_note(f"called at {called}")
+            raise

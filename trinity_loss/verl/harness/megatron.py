@@ -20,8 +20,6 @@ TRANSFORMER = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
-    # mbridge takes it from the tensor-parallel size; the local layers' norm cannot.
-    "sequence_parallel": False,
 }
 
 
@@ -35,17 +33,22 @@ def worker_config(case: EngineCase, model: str) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
-    transformer = TRANSFORMER if local_layers(case) else {}
+    transformer = {
+        **(TRANSFORMER if local_layers(case) else {}),
+        # mbridge would take it from the tensor-parallel size.
+        "sequence_parallel": case.split_norms,
+        "calculate_per_token_loss": case.per_token_loss,
+    }
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual_pipeline,
-        sequence_parallel=False,
+        sequence_parallel=case.split_norms,
         use_remove_padding=case.packed,
         use_distributed_optimizer=case.distributed_optimizer,
         context_parallel_size=case.sequence_parallel,
-        override_transformer_config={**transformer, "calculate_per_token_loss": case.per_token_loss},
+        override_transformer_config=transformer,
     )
     # The configuration admits half precision only; the engine itself takes any.
     object.__setattr__(engine, "dtype", case.dtype)
@@ -86,6 +89,29 @@ def read_gradients(engine: Any) -> NamedGradients:
     return whole if dist.get_rank() == 0 else {}
 
 
+def read_layout(engine: Any) -> dict[str, Any]:
+    """What Megatron's groups, model and optimizer are, not what they were asked to be."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.optimizer import DistributedOptimizer
+    from megatron.core.utils import get_model_config
+
+    model = get_model_config(engine.module[0])  # Where the schedule and DDP look.
+    optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    distributed = {isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers}
+    distributed |= {chunk.ddp_config.use_distributed_optimizer for chunk in engine.module}
+    return {
+        "tensor": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": mpu.get_virtual_pipeline_model_parallel_world_size(),
+        "sequence_parallel": mpu.get_context_parallel_world_size(),
+        "data_parallel": mpu.get_data_parallel_world_size(),
+        "chunks": len(engine.module),
+        "per_token_loss": model.calculate_per_token_loss,
+        "split_norms": model.sequence_parallel,
+        "distributed_optimizer": distributed.pop() if len(distributed) == 1 else None,
+    }
+
+
 def _gradient_of(weight: Any) -> Any:
     """The gradient as a parameter that says of itself, as the weight does, how it is split over ranks."""
     gradient = type(weight)(weight.main_grad, requires_grad=False)
@@ -110,7 +136,8 @@ def build(case: EngineCase, model: str) -> Any:
 
     if local_layers(case):
         megatron_shim.register_bridge()
-    return recording_worker(case, "verl.workers.engine.megatron", read_gradients)(worker_config(case, model))
+    worker = recording_worker(case, "verl.workers.engine.megatron", read_gradients, read_layout)
+    return worker(worker_config(case, model))
 
 
 def run(job: Job) -> Any:

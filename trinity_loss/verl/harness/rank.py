@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trinity_loss.verl.harness.batch import make_batch
-from trinity_loss.verl.harness.cases import EngineCase, EngineError, EngineResult, load
+from trinity_loss.verl.harness.cases import EngineCase, EngineError, EngineResult, SeenMicroBatch, SeenRank, load
 from trinity_loss.verl.harness.launch import fork_ranks
 
 if TYPE_CHECKING:
@@ -41,13 +41,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What verl's own output does not carry: the gradient before clipping, and how often the model ran."""
+    """What verl's own output does not carry: the gradient before clipping, and what the engine did for it."""
 
     gradients: NamedGradients
-    micro_batches: int
+    seen: SeenRank
 
 
-def recording_worker(case: EngineCase, engine: str, read_gradients: Callable[[Any], NamedGradients]) -> type:
+def recording_worker(
+    case: EngineCase,
+    engine: str,
+    read_gradients: Callable[[Any], NamedGradients],
+    read_layout: Callable[[Any], dict[str, Any]],
+) -> type:
     """The case's training worker, which also keeps a `Record` of each step; all else stays as it is.
 
     Args:
@@ -55,6 +60,7 @@ def recording_worker(case: EngineCase, engine: str, read_gradients: Callable[[An
         engine: The module to import where the worker runs, which may be a Ray worker, so that verl knows the
             engine there.
         read_gradients: From the engine, between backward and the optimizer's step, to the named gradients.
+        read_layout: From the engine to what it is built of.
     """
     from verl.single_controller.base.decorator import Dispatch, register
     from verl.utils.distributed import initialize_global_process_group_ray
@@ -78,22 +84,38 @@ def recording_worker(case: EngineCase, engine: str, read_gradients: Callable[[An
         @register(dispatch_mode=to_all)
         def reset(self) -> None:
             super().reset()
-            self.forwards = 0
-            step, forward = self.engine.optimizer_step, self.engine.forward_step
+            self.seen: list[SeenMicroBatch] = []
+            step, prepare = self.engine.optimizer_step, self.engine.prepare_model_inputs
+            # In a virtual pipeline, a micro-batch passes each of the rank's chunks.
+            model = self.engine.module[0] if isinstance(self.engine.module, list) else self.engine.module
 
             def recorded_step() -> Any:
-                # One forward per micro-batch and, in a virtual pipeline, per chunk of the model.
-                chunks = len(self.engine.module) if isinstance(self.engine.module, list) else 1
                 gradients = {name: value.cpu() for name, value in read_gradients(self.engine).items()}
-                self.record = Record(gradients, self.forwards // chunks)
-                self.forwards = 0
+                self.record = Record(gradients, SeenRank(read_layout(self.engine), tuple(self.seen)))
+                self.seen = []
                 return step()
 
-            def counted_forward(*args: Any, **kwargs: Any) -> Any:
-                self.forwards += 1
-                return forward(*args, **kwargs)
+            def kept_micro_batch(*args: Any, **kwargs: Any) -> Any:
+                (self.micro_batch,) = (*args, *kwargs.values())
+                # Read before the forward: inside it, FSDP has whole parameters with unreduced gradients instead.
+                self.reduced = any(parameter.grad is not None for parameter in model.parameters())
+                return prepare(*args, **kwargs)
 
-            self.engine.optimizer_step, self.engine.forward_step = recorded_step, counted_forward
+            def see(_: Any, args: Any, kwargs: Any) -> None:
+                data, mask, inputs = self.micro_batch, self.micro_batch["loss_mask"], kwargs["input_ids"]
+                self.seen.append(
+                    SeenMicroBatch(
+                        rows=len(data),
+                        length=data["input_ids"].values().numel(),
+                        tokens=int((mask.values() if mask.is_nested else mask).sum()),
+                        nested=data["advantages"].is_nested,
+                        inputs=None if inputs.is_nested else tuple(inputs.shape),
+                        reduced_before=self.reduced,
+                    )
+                )
+
+            model.register_forward_pre_hook(see, with_kwargs=True)
+            self.engine.optimizer_step, self.engine.prepare_model_inputs = recorded_step, kept_micro_batch
 
         @register(dispatch_mode=to_all)
         def take_record(self) -> Record:
@@ -146,7 +168,7 @@ def result_of(case: EngineCase, records: list[Record], metrics: dict[str, Any], 
         loss=reduced.pop("loss"),
         grad_norm=reduced.pop("grad_norm"),
         metrics={key: value for key, value in reduced.items() if not key.startswith("perf/") and key != "mfu"},
-        micro_batches=records[0].micro_batches,
+        ranks=tuple(record.seen for record in records),
         seconds=seconds,
     )
 
