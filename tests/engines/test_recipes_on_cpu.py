@@ -1,6 +1,7 @@
 """The recipes for machines with GPUs, run: FSDP's scaled down to a CPU, Megatron's loss through its engine."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,15 +41,22 @@ def test_megatrons_loss_through_megatrons_engine():
     from verl.workers.utils.losses import ppo_loss
 
     from trinity_loss.verl.composed import actor_config, compose
-    from trinity_loss.verl.harness import BatchSpec, run_engine
+    from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
     from trinity_loss.verl.worker import engine_loss
 
-    actor = actor_config(compose(str(RECIPES), "megatron_grpo"))
+    recipe = compose(str(RECIPES), "megatron_grpo")
+    actor = actor_config(recipe)
     loss = engine_loss(partial(ppo_loss, config=actor))
-    whole, *cuts = run_engine(
-        "megatron", loss, batch=BatchSpec(layout="nested"), trinity_worker=True, max_tokens=(40,), timeout=900
-    )
-    assert [cut.micro_batches for cut in cuts[:2]] == [2, 4]
+    whole = EngineCase(loss, batch=BatchSpec(layout="nested"), trinity_worker=True)
+    # The recipe's own layout, of which one replica is enough here.
+    megatron = recipe.actor_rollout_ref.actor.megatron
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    assert tensor * pipeline > 1
+    case = replace(whole, world_size=tensor * pipeline, tensor=tensor, pipeline=pipeline)
+    cuts = [replace(case, micro_batches=pieces) for pieces in (1, 2, 4)] + [replace(case, max_tokens=40)]
+    whole, *cuts = run_cases("megatron", [whole, *cuts], timeout=900)
+    assert [cut.micro_batches for cut in cuts] == [1, 2, 4, 3]
     for cut in cuts:
+        assert [rank.layout["tensor"] for rank in cut.ranks] == [2, 2]
         assert_same(cut, whole)
     assert whole.metrics["actor/kl_loss" if "actor/kl_loss" in whole.metrics else "kl_loss"] > 0
