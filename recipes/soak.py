@@ -2,15 +2,14 @@
 
 Leaves in ``runs/soak`` the memory of each process after each step of the long run (``memory.jsonl``) and a picture
 (``memory.png``).
-Ends with code 1 if a run failed or left a process or a file behind, or if memory grew.
+Ends with code 1 if a run failed or left a process or a file behind, or if memory grew. A file is one that is new in the
+repository's folder, in /tmp or in /dev/shm, so nothing else should run beside it.
 """
 
 import argparse
 import json
-import os
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,8 @@ from statistics import median
 from training import ROOT, Training, TrainingFailed
 
 SHORT_STEPS = 2
-GROWTH = 0.05  # Of the last fifth of a long run over its second; the first still warms up.
+PLACES = (ROOT, Path("/tmp"), Path("/dev/shm"))
+GROWTH = 0.02  # Of the last fifth of a long run over its second; the first still warms up.
 #: Four prompts a step: what stays behind after a step does so after a short one too.
 SMALL_STEPS = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
 LARGEST = 6  # Processes that are told apart from the rest.
@@ -28,12 +28,16 @@ FEWEST = 50  # Steps below which such a comparison says nothing.
 
 def short_run(folder: Path) -> list[str]:
     """Train two steps and return what that left behind, beside what it is told to write."""
-    files = set(ROOT.iterdir())
+    before = entries()
     with Training(folder, SHORT_STEPS, overrides(folder)) as training:
         for _ in training.records():
             pass
-    temporary = list(Path(tempfile.gettempdir()).iterdir())
-    return training.left_behind() + [str(path) for path in [*temporary, *set(ROOT.iterdir()) - files]]
+    return training.left_behind() + sorted(map(str, entries() - before))
+
+
+def entries() -> set[Path]:
+    """Return what there is where a run may leave something."""
+    return {path for folder in PLACES for path in folder.iterdir()}
 
 
 def long_run(folder: Path, steps: int) -> list[dict[str, int]]:
@@ -125,15 +129,10 @@ def main(arguments: list[str]) -> int:
     folder = options.folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    # Of its own, so that what a run leaves there is seen. Short: sockets are made in it.
-    temporary = tempfile.mkdtemp(prefix="soak-", dir="/tmp")
-    os.environ["TMPDIR"] = tempfile.tempdir = temporary
     try:
         wrong = soak(folder, options.runs, options.steps)
     except TrainingFailed as failure:
         wrong = [f"training failed: {failure}"]
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print("\n".join(wrong) or "nothing went wrong")
     return bool(wrong)
 

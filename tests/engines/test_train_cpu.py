@@ -126,6 +126,21 @@ def test_a_failure_shows_its_cause(tmp_path):
     assert "ValueError: the reward is broken" in output
 
 
+@pytest.mark.slow
+def test_a_bad_number_ends_the_step_on_all_ranks(tmp_path):
+    """Some rewards are NaN, and so the advantages of their groups: nobody waits for a rank that they stopped."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(ground_truth, **_):\n    return float('nan') if int(ground_truth) % 2 else 1.0\n"
+    )
+    started = time.monotonic()
+    path = f"reward.custom_reward_function.path={reward}"
+    output = finish(start(tmp_path / "run", "--steps", "1", "--stall-timeout", "900", path), code=1)
+    said = "training failed: after step 0, trinity_loss.errors.NonFiniteError: advantages is nan at response token"
+    assert said in output
+    assert time.monotonic() - started < 300  # Where a rank that hangs would make it 900.
+
+
 def test_a_wrong_override_shows_its_cause(tmp_path):
     output = finish(start(tmp_path, "--steps", "1", "actor_rollout_ref.actor.no_such_key=1"), code=1)
     assert "no_such_key" in output
