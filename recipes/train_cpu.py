@@ -1,7 +1,8 @@
 """Trains a toy model with GRPO on the CPU: verl's own trainer and FSDP2 engine with the loss of trinity_loss.
 
 Shows a line per step, and leaves in ``runs/cpu`` the metrics (``log.jsonl``), a picture (``picture.png``), all that
-verl printed (``output.log``) and the checkpoints. What is not an option is a Hydra override:
+verl printed (``output.log``) and the checkpoints. verl saves a step before it reports it, so a step whose run is killed
+in between is in a checkpoint, is not trained again, and has no line. What is not an option is a Hydra override:
 
     python recipes/train_cpu.py --steps 2 trainer.use_v1=false
 """
