@@ -4,7 +4,6 @@ One run gives all results: starting an engine is what takes time.
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 from engine_losses import MODES, assert_in_effect, assert_same, by_label, ours
@@ -49,7 +48,7 @@ def _cases() -> Iterator[EngineCase]:
                 yield EngineCase(WithoutMicroBatchFactor(ours()), "no factor", **options, **cut)
 
 
-@cache
+@pytest.fixture(scope="module")
 def results():
     """Results by label."""
     return by_label(run_cases("megatron", list(_cases()), timeout=550))
@@ -67,9 +66,9 @@ def layout(case: EngineCase) -> dict:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_cut_is_the_whole_on_one_rank(engine, mode):
-    whole = results()[f"packed {mode}"][0]
-    cuts = results()[f"{engine} {mode}"]
+def test_every_cut_is_the_whole_on_one_rank(results, engine, mode):
+    whole = results[f"packed {mode}"][0]
+    cuts = results[f"{engine} {mode}"]
     assert len(cuts) == len(_cuts(engine))
     for cut in cuts:
         assert_in_effect(cut, layout(cut.case))
@@ -77,14 +76,14 @@ def test_every_cut_is_the_whole_on_one_rank(engine, mode):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_local_mean_is_far_off(engine):
-    one, *more = results()[f"{engine} local mean"]
+def test_a_local_mean_is_far_off(results, engine):
+    one, *more = results[f"{engine} local mean"]
     assert all(cut.gradient_error(one) > 0.1 for cut in more)
 
 
-def test_a_lost_factor_is_seen():
+def test_a_lost_factor_is_seen(results):
     """If the engine did not multiply by the number of micro-batches, every comparison above would fail."""
-    one, two, four = results()["no factor"]
+    one, two, four = results["no factor"]
     assert two.gradient_error(one) == pytest.approx(1 / 2, rel=1e-4)
     assert four.gradient_error(one) == pytest.approx(3 / 4, rel=1e-4)
     for cut in (two, four):
