@@ -12,6 +12,8 @@ from trinity_loss import LossConfig, TrinityPolicyLoss
 from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
 from trinity_loss.verl.harness.losses import WithoutMicroBatchFactor
 
+pytestmark = pytest.mark.timeout(1200)
+
 NESTED = BatchSpec(layout="nested")
 ENGINES = {
     "packed": {"batch": NESTED},
@@ -51,7 +53,7 @@ def _cases() -> Iterator[EngineCase]:
 @pytest.fixture(scope="module")
 def results():
     """Results by label."""
-    return by_label(run_cases("megatron", list(_cases()), timeout=550))
+    return by_label(run_cases("megatron", list(_cases()), timeout=1100))
 
 
 def layout(case: EngineCase) -> dict:

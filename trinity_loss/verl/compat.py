@@ -118,7 +118,7 @@ POINTS = (
         says=('loss * data["num_micro_batch"]',),
         needs="megatron",
     ),
-    Point(f"{_FSDP}.forward_step", "verl/harness/rank.py", ("self", "micro_batch", "loss_function")),
+    Point(f"{_FSDP}.prepare_model_inputs", "verl/harness/rank.py", ("self", "micro_batch")),
     Point("verl.utils.config:omega_conf_to_dataclass", "verl/composed.py", ("config",)),
     # What config.py reads.
     Point(
