@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def start_or_resume(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the steps that are done already and the overrides; a new run clears what an old one of its name left."""
+    """Return the steps that are done already and the overrides; a new run moves an old one of its name aside."""
     checkpoints, saved = checkpoints_of(folder), folder / "overrides.json"
     overrides = [f"trainer.default_local_dir={checkpoints}", f"trainer.save_freq={options.save_every}"]
     done: list[dict[str, Any]] = []
@@ -66,11 +66,22 @@ def start_or_resume(folder: Path, options: argparse.Namespace) -> tuple[list[dic
         # Not verl's `auto`: it takes what a file says that a full disk may have emptied.
         overrides += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={latest}"]
     else:
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        keep_previous(folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(saved, json.dumps(options.overrides))
     replace_file(folder / "log.jsonl", "".join(json.dumps(record) + "\n" for record in done))
     return done, overrides + options.overrides
+
+
+def keep_previous(folder: Path) -> None:
+    """Move what an old run left out of the way of a new one, which may fail at once; remove it if it saved nothing."""
+    if last_checkpoint(checkpoints_of(folder)) is None:
+        shutil.rmtree(checkpoints_of(folder), ignore_errors=True)
+        return
+    previous = folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    folder.rename(previous)
+    console.print(f"the run before is kept in {previous}", soft_wrap=True)
 
 
 def checkpoints_of(folder: Path) -> Path:

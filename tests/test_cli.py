@@ -131,6 +131,22 @@ def local_policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_ag
     return (-advantages * log_prob * response_mask).sum() / response_mask.sum().clamp(min=1), {}
 
 
+def per_token(inputs, *, scale=1.0):
+    return -scale * inputs.advantages * inputs.log_prob
+
+
+def padded_by_hand(*, model_output, data, dp_group):
+    losses = model_output["log_probs"] * data["response_mask"]
+    return losses.sum() * data["dp_size"] / data["batch_num_tokens"], {}
+
+
+def nested_only(*, model_output, data, dp_group):
+    mask, prompts = data["response_mask"], data["prompts"].offsets().diff()
+    rows = zip(model_output["log_probs"].unbind(), mask.unbind(), prompts.tolist())
+    loss = sum((torch.where(m.bool(), x[n - 1 : -1], 0.0)).sum() for x, m, n in rows)
+    return loss * data["dp_size"] / data["batch_num_tokens"], {}
+
+
 def broken(*, model_output, data, dp_group):
     return data["nothing"]
 
@@ -140,10 +156,11 @@ number = 3
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("engine_loss", 1), ("with_config", 0), ("policy_loss", 0), ("local_policy_loss", 1)]
+    ("name", "code"),
+    [("engine_loss", 1), ("with_config", 0), ("policy_loss", 0), ("local_policy_loss", 1), ("per_token", 0)],
 )
 def test_a_loss_of_ones_own(call, small_batch, tmp_path, monkeypatch, name, code):
-    """An engine loss, one that takes verl's configuration, and a policy loss of verl's signature."""
+    """An engine loss, one that takes verl's configuration, a policy loss of verl's signature and one per token."""
     (tmp_path / "losses_of_mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     got, out, err = call(
@@ -153,9 +170,18 @@ def test_a_loss_of_ones_own(call, small_batch, tmp_path, monkeypatch, name, code
     assert ("local mean" in out) is bool(code)
 
 
+def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_path, monkeypatch):
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, _ = call("verify", "--loss", "losses_of_mine:nested_only", *FEW)
+    assert code == 0
+    assert "; nothing is known of the padded layout, which verl's engines send" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["verify", "--loss", "losses_of_mine:padded_by_hand"], "cannot be run: "),
         (["verify", "--loss", "verl:misspelled"], "verl has no loss 'misspelled'"),
         (["verify", "--loss", "nonsense"], "--loss is 'nonsense'"),
         (["verify", "--loss", "no_such_module:loss"], "No module named"),

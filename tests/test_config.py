@@ -77,6 +77,25 @@ def test_a_divisor_goes_to_the_term_that_has_one():
     assert config.aggregation_modes["pg"].loss_scale_factor is None
 
 
+def test_a_mode_of_ones_own_by_its_place(tmp_path, monkeypatch):
+    (tmp_path / "modes_of_mine.py").write_text(
+        "from trinity_loss.aggregation import Constant, TokenMean\n\n\n"
+        "class Mine(TokenMean):\n    pass\n\n\nclass Divided(Constant):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mode = LossConfig(loss_agg_mode="modes_of_mine:Mine").aggregation_modes["pg"]
+    assert type(mode).__name__ == "Mine"
+    divided = LossConfig(loss_agg_mode="modes_of_mine:Divided", loss_scale_factor=8)
+    assert divided.aggregation_modes["pg"].loss_scale_factor == 8
+    for name, says in (
+        ("modes_of_mine:Nobody", "has no attribute 'Nobody'"),
+        ("nowhere:Mine", "No module named 'nowhere'"),
+        ("mine", "or a mode of your own as 'package.module:Class'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"loss_agg_mode is '{name}'.*{says}"):
+            LossConfig(loss_agg_mode=name)
+
+
 def test_names_are_taken_once():
     with pytest.raises(ConfigError, match="'ppo' exists"):
         register_policy_loss("ppo")(lambda inputs: inputs.log_prob)

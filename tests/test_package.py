@@ -96,7 +96,7 @@ def test_it_declares_what_it_needs_and_its_hooks(wheel):
 def test_it_works_without_verl_and_ray(python):
     code = """
 import importlib.util, torch, trinity_loss
-from trinity_loss import LossConfig, TrinityPolicyLoss
+from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.invariance import assert_invariant
 log_probs = torch.full((2, 3), -1.0, requires_grad=True)
 data = {"response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "old_log_probs": log_probs.detach(),
@@ -104,11 +104,15 @@ data = {"response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "old_log_probs": 
 loss, _ = TrinityPolicyLoss(LossConfig())(model_output={"log_probs": log_probs}, data=data)
 loss.backward()
 print(trinity_loss.__file__, float(loss))
+totals = {"batch_num_tokens": 8, "global_batch_size": 4, "dp_size": 1}
+share, metrics = EnginePolicyLoss(LossConfig())(model_output={"log_probs": log_probs}, data=data | totals)
+print(float(share) == float(loss) / 2, metrics["actor/pg_loss"].aggregate() == float(share))
 """
     code += f"print([name for name in {BLOCKED} if importlib.util.find_spec(name)])\n"
     said = run(python, code).splitlines()
     assert said[0].startswith(str(python.parent.parent))
-    assert said[1] == "[]"
+    assert said[1] == "True True"
+    assert said[2] == "[]"
 
 
 def test_its_hydra_fragment_composes_where_it_is_installed(python, tmp_path):
@@ -131,6 +135,9 @@ def test_the_command_is_there(python):
     done = subprocess.run([python.parent / "trinity-loss", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "verify" in done.stdout
+    done = subprocess.run([python.parent / "trinity-loss", "verify"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'trinity-loss[verl]'" in done.stderr
 
 
 def test_type_information_reaches_a_user(python, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from batches import Options, build, cut, make_leaves, make_sequences
 
 from trinity_loss import EnginePolicyLoss, LossConfig
-from trinity_loss.errors import MissingFieldError
+from trinity_loss.errors import ConfigError, MissingFieldError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.recording import Recorder, load_recording
 
@@ -75,6 +75,10 @@ def test_a_missing_rank_is_an_error(tmp_path):
         load_recording(tmp_path)
 
 
-def test_one_file_is_one_rank(tmp_path):
+def test_one_file_among_several_is_no_mini_batch(tmp_path):
+    """Its totals are those of all ranks, so a loss that is right would seem wrong."""
     record(tmp_path)
+    with pytest.raises(ConfigError, match=rf"one rank's share of a mini-batch; expected its folder, {tmp_path}"):
+        load_recording(tmp_path / "rank-0.pt")
+    (tmp_path / "rank-1.pt").unlink()
     assert load_recording(tmp_path / "rank-0.pt").num_sequences == sum(len(rows) for rows in PARTS.ranks[0])

@@ -7,6 +7,7 @@ denominator belongs to the whole mini-batch. :func:`aggregate_loss` gives both f
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,7 +259,29 @@ def aggregation_mode_names() -> tuple[str, ...]:
 
 def has_scale_factor(loss_agg_mode: str) -> bool:
     """Whether the mode of that name divides by a constant of the run."""
-    return getattr(_MODES.get(loss_agg_mode), "has_scale_factor", False)
+    known = ":" in loss_agg_mode or loss_agg_mode in _MODES
+    return known and getattr(find_aggregation_mode(loss_agg_mode), "has_scale_factor", False)
+
+
+def find_aggregation_mode(loss_agg_mode: str) -> Callable[..., AggregationMode]:
+    """What makes the mode of that name: one that is registered, or ``package.module:Class``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if loss_agg_mode in _MODES:
+        return _MODES[loss_agg_mode]
+    module, _, attribute = loss_agg_mode.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f"loss_agg_mode is {loss_agg_mode!r}; expected one of {', '.join(_MODES)}, or a mode of your own as "
+            "'package.module:Class'"
+        )
+    try:
+        found: Callable[..., AggregationMode] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}: {error}") from error
+    return found
 
 
 def register_aggregation_mode(name: str, mode: Callable[..., AggregationMode]) -> None:
@@ -289,9 +312,7 @@ def make_aggregation_mode(
     Raises:
         ConfigError: Unknown name; a divisor missing, not positive, not finite or without use.
     """
-    if loss_agg_mode not in _MODES:
-        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}; expected one of {', '.join(_MODES)}")
-    mode = _MODES[loss_agg_mode](
+    mode = find_aggregation_mode(loss_agg_mode)(
         loss_scale_factor=loss_scale_factor,
         count_empty_sequences=count_empty_sequences,
         count_padding_rows=count_padding_rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,8 +52,8 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
     Args:
         spec: ``ours``, ``verl`` or ``trinity`` (the loss that the configuration names), each with ``:NAME`` for
             another one and ``:all`` for every loss in every aggregation mode; or ``package.module:name``: a
-            callable of the engine's contract, one that takes verl's ``config`` too, or a policy loss of verl's
-            signature.
+            callable of the engine's contract, one that takes verl's ``config`` too, a policy loss of verl's
+            signature, or one per token of ours (:mod:`trinity_loss.registry`).
         config: A composed verl configuration.
 
     Raises:
@@ -212,6 +212,9 @@ def _from_module(spec: str, config: DictConfig) -> Candidate:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return Candidate(spec, found)
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) == 1 and not {"model_output", "data"} & set(parameters) and not _takes_any(parameters):
+        return replace(_ours(spec, config, {}), name=spec)
     if {"log_prob", "response_mask", "loss_agg_mode"} <= set(parameters):
         return replace(_verls(_registered(spec, found), config, {}), name=spec)
     if "config" in parameters and not isinstance(found, partial):
@@ -220,6 +223,10 @@ def _from_module(spec: str, config: DictConfig) -> Candidate:
         actor = actor_config(config)
         return Candidate(spec, partial(found, config=actor), token_budgets(actor))
     return Candidate(spec, found)
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:

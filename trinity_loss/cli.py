@@ -20,7 +20,7 @@ examples:
   trinity-loss verify --loss verl:geo_mean
   trinity-loss verify --loss my_package.my_module:my_loss --plot figure.png
   trinity-loss verify --loss verl:all                      every loss of verl in every mode, a line each
-  trinity-loss verify --loss ours --config-dir conf --config-name my_run --batch recorded.pt
+  trinity-loss verify --loss ours --config-dir conf --config-name my_run --batch recordings/step-1/mini-batch-1
 
 exit code: 0 all is well, 1 a loss depends on the cut, 2 the call is wrong"""
 
@@ -42,6 +42,9 @@ examples:
   trinity-loss bench --sequences 8,32 --fill 0.2,1        all combinations
 
 exit code: 0 the losses agree, 1 they do not, 2 the call is wrong"""
+
+
+_OF_VERL = ("verl", "omegaconf", "hydra", "ray")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         passed = options.run(options)
     except (TrinityLossError, OSError, ImportError) as error:
-        parser.exit(2, f"{parser.prog} {options.command}: {' '.join(str(error).split())}\n")
+        missing = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OF_VERL
+        hint = "; it comes with verl: pip install 'trinity-loss[verl]'" if missing else ""
+        parser.exit(2, f"{parser.prog} {options.command}: {' '.join(str(error).split())}{hint}\n")
     sys.exit(0 if passed else 1)
 
 
@@ -85,7 +90,9 @@ def _parser() -> _Parser:
         "(default: ours)",
     )
     _add_config(verify)
-    verify.add_argument("--batch", metavar="FILE", help="a recorded mini-batch instead of one that is drawn")
+    verify.add_argument(
+        "--batch", metavar="PATH", help="a recorded mini-batch, its folder, instead of one that is drawn"
+    )
     verify.add_argument(
         "--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -197,29 +197,57 @@ class MetricSet:
     def engine(self, numbers: dict[str, float], dp_size: int, *, nothing_counts: bool = False) -> dict[str, Any]:
         """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them.
 
+        Without verl, :class:`PlainMetric` objects.
+
         Args:
             numbers: What :meth:`read` returned.
             dp_size: Ranks that verl averages over.
             nothing_counts: The whole mini-batch has no token that counts: its extremes are 0.
         """
-        from verl.utils.metric import AggregationType, Metric
-
+        make = _metric_class()
         metrics: dict[str, Any] = dict(self.constants)
         for name, entry in self.entries.items():
             if entry.kind == "ratio" and entry.total is None:
                 # Nobody counted the mini-batch: verl's own mean over micro-batches is all there is.
-                metrics[name] = Metric(AggregationType.MEAN, _local(name, entry, numbers))
+                metrics[name] = make("mean", _local(name, entry, numbers))
             elif entry.kind == "ratio":
                 share = numbers[name] * dp_size / entry.total if entry.total else 0.0
-                metrics[name] = Metric(AggregationType.SUM, share)
+                metrics[name] = make("sum", share)
             else:
-                metrics[name] = Metric(entry.kind, 0.0 if nothing_counts else numbers[name])
+                metrics[name] = make(entry.kind, 0.0 if nothing_counts else numbers[name])
         for name, (statistic, source) in self.statistics.items():
             for kind in _MOMENT_NAMES:
                 # verl averages over ranks before it sums over micro-batches.
                 moment = numbers[f"{source}#{kind}"] * dp_size
-                metrics[moment_key(statistic, kind, name)] = Metric(AggregationType.SUM, moment)
+                metrics[moment_key(statistic, kind, name)] = make("sum", moment)
         return metrics
+
+
+@dataclass(frozen=True)
+class PlainMetric:
+    """What stands for verl's ``Metric`` where verl is not installed.
+
+    Attributes:
+        aggregation: How values of micro-batches are put together: ``sum``, ``mean``, ``min`` or ``max``.
+        value: Of this micro-batch.
+    """
+
+    aggregation: str
+    value: float
+
+    def aggregate(self) -> float:
+        """The value, as of a mini-batch in one piece."""
+        return self.value
+
+
+def _metric_class() -> Callable[[str, float], Any]:
+    try:
+        from verl.utils.metric import Metric
+    except ModuleNotFoundError as error:
+        if error.name != "verl":
+            raise
+        return PlainMetric
+    return cast(Callable[[str, float], Any], Metric)
 
 
 def _local(name: str, entry: Entry, numbers: dict[str, float]) -> float:

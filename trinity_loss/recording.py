@@ -23,7 +23,7 @@ from torch import Tensor
 from trinity_loss.aggregation import Totals
 from trinity_loss.batch import MicroBatch, MicroBatchData, get_value, read_micro_batch
 from trinity_loss.config import LossConfig
-from trinity_loss.errors import BatchError, MissingFieldError
+from trinity_loss.errors import BatchError, ConfigError, MissingFieldError
 from trinity_loss.invariance.minibatch import MiniBatch, load_mini_batch
 
 _FIELDS = (
@@ -158,9 +158,12 @@ def load_recording(path: str | Path) -> MiniBatch:
         path: The folder of a mini-batch, whose ranks are put together, or one file.
 
     Raises:
+        ConfigError: The file holds the share of one rank among others.
         MissingFieldError: The folder holds no ``rank-0.pt``, or lacks a rank in between.
     """
     path = Path(path)
+    if re.fullmatch(r"rank-\d+\.pt", path.name) and len(list(path.parent.glob("rank-*.pt"))) > 1:
+        raise ConfigError(f"{path} is one rank's share of a mini-batch; expected its folder, {path.parent}")
     if not path.is_dir():
         return load_mini_batch(str(path))
     by_rank = {int(m[1]): file for file in path.iterdir() if (m := re.fullmatch(r"rank-(\d+)\.pt", file.name))}

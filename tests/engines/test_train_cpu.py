@@ -225,6 +225,22 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path):
         write(Path("/dev/full"), "line", mode="a")
 
 
+def test_a_new_run_keeps_the_one_before(tmp_path):
+    from train_cpu import keep_previous
+
+    folder, previous = tmp_path / "cpu", tmp_path / "cpu.previous"
+    save_checkpoint(folder / "checkpoints", 10)
+    (folder / "log.jsonl").write_text("ten")
+    keep_previous(folder)
+    assert not folder.exists()
+    assert (previous / "log.jsonl").read_text() == "ten"
+    # One that failed before its first checkpoint does not take its place.
+    (folder / "checkpoints" / "global_step_1").mkdir(parents=True)
+    keep_previous(folder)
+    assert not (folder / "checkpoints").exists()
+    assert (previous / "checkpoints" / "global_step_10" / "data.pt").exists()
+
+
 @pytest.mark.slow
 def test_soak_for_a_moment(tmp_path):
     command = [sys.executable, RECIPES / "soak.py", "--runs", "1", "--steps", "3", "--folder", tmp_path / "soak"]

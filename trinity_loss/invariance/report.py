@@ -50,9 +50,13 @@ class Report:
         counting = [finding for finding in self.findings if finding.counts]
         if counting:
             return counting[0].text
+        left_out = [label for label, _ in self.skipped if label in ("nested layout", "padded layout")]
+        unknown = (
+            f"; nothing is known of the {' and the '.join(left_out)}, which verl's engines send" if left_out else ""
+        )
         return (
             f"gradient and reported loss are those of the whole mini-batch in all {len(self.rows)} cuts "
-            f"(largest deviation {self.max_relative_error:.1e})"
+            f"(largest deviation {self.max_relative_error:.1e}){unknown}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Optional, cast
 from verl.workers.config import ActorConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
-from trinity_loss.aggregation import aggregation_mode_names
+from trinity_loss.aggregation import find_aggregation_mode
 from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.registry import get_policy_loss
@@ -80,10 +80,11 @@ class PolicyLossConfig(VerlPolicyLossConfig):
         get_policy_loss(self.loss_mode)
         for name in ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode"):
             mode = getattr(self, name)
-            if mode is not None and mode not in aggregation_mode_names():
-                raise ConfigError(
-                    f"policy_loss.{name} is {mode!r}; expected null or one of {', '.join(aggregation_mode_names())}"
-                )
+            if mode is not None:
+                try:
+                    find_aggregation_mode(mode)
+                except ConfigError as error:
+                    raise ConfigError(f"policy_loss.{name}: {error}") from error
         if self.record_steps and not self.record_dir:
             raise ConfigError(f"policy_loss.record_steps is {list(self.record_steps)}, but record_dir is not set")
         install()
