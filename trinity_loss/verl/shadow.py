@@ -34,7 +34,9 @@ class ShadowLoss:
         self.ours = ours
 
     def __repr__(self) -> str:
-        return f"ShadowLoss({self.verl_loss}, {self.ours})"
+        # verl's is a partial over a whole configuration.
+        name = getattr(getattr(self.verl_loss, "func", self.verl_loss), "__name__", type(self.verl_loss).__name__)
+        return f"ShadowLoss(verl's {name}, beside it {self.ours})"
 
     def __call__(
         self, *, model_output: Mapping[str, Any], data: MicroBatchData, dp_group: Any = None

@@ -1,0 +1,105 @@
+"""What the README and the documents show: Python that runs, commands and overrides that there are."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_loss import cli
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TARGET = "actor_rollout_ref.actor.policy_loss._target_=trinity_loss.verl.PolicyLossConfig"
+
+#: What a reader does next with what a document defines.
+AFTERWARDS = {
+    "README.md": "assert float(loss) == 0 and pg_loss == 0, (loss, pg_loss)",
+    "bring-a-loss.md": """
+from trinity_loss.candidates import candidates
+from trinity_loss.invariance import check_invariance
+from trinity_loss.verl.composed import compose
+
+for spec in ("my_package.my_module:my_loss", "my_package.my_policy_losses:my_policy_loss"):
+    (make,) = candidates(spec, compose(None, "ppo_trainer", []))
+    report = check_invariance(make().loss_fn)
+    assert report.ok and "nothing is known" not in report.sentence, str(report)
+""",
+    "losses.md": """
+from trinity_loss import LossConfig
+
+assert LossConfig(loss_mode="my_package.my_losses:reinforce", loss_args={"baseline": 0.5}).policy_loss.fields
+""",
+    "moving-over.md": "",
+    "modes.md": """
+from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.invariance import assert_invariant
+
+assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="seq-mean-sqrt-length")))
+""",
+}
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_every_document_with_python_is_tried():
+    assert {d.name for d in DOCUMENTS if blocks(d, "python")} == set(AFTERWARDS)
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_python_runs(name, tmp_path):
+    """In a process of its own, since it registers names; a block that begins with a file's name is in that file."""
+    (document,) = (d for d in DOCUMENTS if d.name == name)
+    script = []
+    for block in blocks(document, "python"):
+        if file := re.match(r"# (\S+\.py)\n", block):
+            path = tmp_path / file[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block)
+            script.append(f"import {file[1].removesuffix('.py').replace('/', '.')}\n")
+        else:
+            script.append(block)
+    (tmp_path / "script.py").write_text("\n".join([*script, AFTERWARDS[name]]))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def lines(document: Path) -> list[list[str]]:
+    """The words of every command, whether it goes over several lines or not."""
+    joined = "\n".join(blocks(document, "bash")).replace("\\\n", " ")
+    return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_commands_are_there(document):
+    inline = [shlex.split(text) for text in re.findall(r"`((?:make|trinity-loss) [^`|]*)`", document.read_text())]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in [*lines(document), *inline]:
+        if words[0] == "make":
+            wanted = [word for word in words[1:] if "=" not in word]
+            assert set(wanted) <= set(targets), words
+        elif words[0] == "trinity-loss" and words[1:]:
+            _, rest = cli._parser().parse_known_args([word for word in words[1:] if word != "..."])
+            assert not [word for word in rest if word.startswith("--")], words
+        elif words[:2] == ["python", "-m"]:
+            assert words[2].partition(".")[0] in ("verl", "trinity_loss", "pytest", "trinity"), words
+        elif words[0] == "python":
+            assert (ROOT / words[1]).is_file(), words
+
+
+def overrides(document: Path) -> list[str]:
+    return [word for words in lines(document) for word in words if re.match(r"\+?actor_rollout_ref\.[\w.]+=", word)]
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if overrides(d)], ids=lambda d: d.name)
+def test_overrides_compose_and_make_an_actor(document, tmp_path, monkeypatch):
+    from trinity_loss.verl.composed import actor_config, compose
+
+    for override in dict.fromkeys(overrides(document)):
+        needed = ["actor_rollout_ref.actor.loss_scale_factor=8", "+actor_rollout_ref.actor.policy_loss.record_dir=/tmp"]
+        needed = [word for word in needed if word.split("=")[0].lstrip("+") not in override]
+        actor_config(compose(None, "ppo_trainer", [*dict.fromkeys([TARGET, *needed, override])]))
