@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+from trinity_loss import __version__
 from trinity_loss.errors import ConfigError, TrinityLossError
 
 _VERIFY = """\
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="trinity-loss", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"trinity-loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     formatter = argparse.RawDescriptionHelpFormatter
     verify = commands.add_parser("verify", help="verify a loss", description=_VERIFY, formatter_class=formatter)
@@ -96,8 +98,12 @@ def _parser() -> _Parser:
     verify.add_argument(
         "--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it"
     )
-    verify.add_argument("--micro-batches", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="per rank")
-    verify.add_argument("--ranks", type=_numbers, default=(1, 2, 4), metavar="N,N", help="data-parallel ranks")
+    verify.add_argument(
+        "--micro-batches", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="per rank (default: 1,2,4,8)"
+    )
+    verify.add_argument(
+        "--ranks", type=_numbers, default=(1, 2, 4), metavar="N,N", help="data-parallel ranks (default: 1,2,4)"
+    )
     verify.add_argument(
         "--token-budgets",
         type=_numbers,
@@ -106,7 +112,7 @@ def _parser() -> _Parser:
         help="of verl's dynamic batch size, per micro-batch",
     )
     verify.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="(default: %(default)s)")
-    verify.add_argument("--seed", type=int, default=0, metavar="N")
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the mini-batch (default: %(default)s)")
     verify.add_argument("--tolerance", type=float, default=None, metavar="X", help="relative, taken for rounding")
     verify.add_argument(
         "--strict",

@@ -132,13 +132,13 @@ TE = "transformer_engine"
 BF16 = {"dtype": "bfloat16"}
 CHECKS = (
     Check("bench on the device", speed, cpu=True),
-    Check("FSDP2, one GPU, float32", engine("fsdp"), cpu=True),
-    Check("FSDP2, one GPU, bf16", engine("fsdp", **BF16), cpu=True),
-    Check("FSDP2, two GPUs, NCCL", engine("fsdp", world_size=2), gpus=2, cpu=True),
+    Check("FSDP2, one rank, float32", engine("fsdp"), cpu=True),
+    Check("FSDP2, one rank, bf16", engine("fsdp", **BF16), cpu=True),
+    Check("FSDP2, two ranks", engine("fsdp", world_size=2), gpus=2, cpu=True),
     Check("FSDP2, Ulysses", engine("fsdp", world_size=2, sequence_parallel=2, **BF16), 2, ("flash_attn",)),
-    Check("Megatron, one GPU, bf16", engine("megatron", **BF16), 1, MEGATRON, cpu=True),
+    Check("Megatron, one rank, bf16", engine("megatron", **BF16), 1, MEGATRON, cpu=True),
     Check(
-        "Megatron, two GPUs, distributed optimizer, bf16",
+        "Megatron, two ranks, distributed optimizer, bf16",
         engine("megatron", world_size=2, distributed_optimizer=True, **BF16),
         2,
         MEGATRON,
