@@ -86,6 +86,13 @@ def test_what_is_not_installed_is_not_leaned_on():
     assert compat.Point("verl.gone:gone", "a.py", needs="megatron_of_nobody").problem() is None
 
 
+def test_verl_itself_is_always_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl", None)
+    said = compat.Point("verl:DataProto", "a.py").problem()
+    assert said is not None
+    assert said.startswith("verl has no verl:DataProto any more")
+
+
 def test_another_version_is_named(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda _: "1.0.0")
     with pytest.warns(UserWarning, match=r"tested beside verl 0\.9\.1; this is verl 1\.0\.0"):

@@ -56,8 +56,8 @@ def scale_of(expected):
     return max(1.0, abs(expected.loss), largest)
 
 
-def near(mine, theirs, bound, what):
-    assert abs(mine - theirs) <= bound * max(1.0, abs(theirs)), (what, mine, theirs)
+def near(mine, theirs, bound, what, scale=1.0):
+    assert abs(mine - theirs) <= bound * max(scale, abs(theirs)), (what, mine, theirs)
 
 
 def is_the_oracles(run, expected, samples, with_entropy, tolerance=1e-10, grain=0.0):
@@ -75,12 +75,12 @@ def is_the_oracles(run, expected, samples, with_entropy, tolerance=1e-10, grain=
             near(run.metrics[key], right, bound, key)
 
 
-def is_the_same(one, other, bound):
+def is_the_same(one, other, bound, scale=1.0):
     """All metrics of two runs, those included that the oracle does not know."""
     assert one.metrics.keys() == other.metrics.keys()
     for key, right in other.metrics.items():
         # A standard deviation from moments: the root of what cancelled.
-        near(one.metrics[key], right, max(bound, 1e-6) if key.endswith("_std") else bound, key)
+        near(one.metrics[key], right, max(bound, 1e-6) if key.endswith("_std") else bound, key, scale)
 
 
 def compare(case, tolerance=1e-10, grain=0.0, metrics=1e-9):
@@ -260,11 +260,8 @@ def test_nothing_overflows(case):
     held = right.abs() < 0.9 * torch.finfo(case.form.dtype).max
     tolerance = 1e-5 if case.form.dtype != torch.float64 else 1e-10
     scale = max(1.0, abs(whole.loss), right[held].abs().sum().item(), *FAR)
-    assert abs(cut.loss - whole.loss) <= tolerance * scale
-    assert cut.metrics.keys() == whole.metrics.keys()
-    for key, value in whole.metrics.items():
-        bound = max(tolerance, 1e-6) if key.endswith("_std") else tolerance
-        assert abs(cut.metrics[key] - value) <= bound * max(scale, abs(value)), (key, cut.metrics[key], value)
+    near(cut.loss, whole.loss, tolerance, "loss", scale)
+    is_the_same(cut, whole, tolerance, scale)
     grain = {torch.bfloat16: 2**-7, torch.float16: 2**-9}.get(case.form.dtype, 0.0)  # Both were rounded.
     torch.testing.assert_close(gradient[held], right[held], rtol=tolerance + grain, atol=tolerance)
 

@@ -7,7 +7,6 @@ denominator belongs to the whole mini-batch. :func:`aggregate_loss` gives both f
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
+from trinity_loss.places import find_at
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 
@@ -271,17 +271,12 @@ def find_aggregation_mode(loss_agg_mode: str) -> Callable[..., AggregationMode]:
     """
     if loss_agg_mode in _MODES:
         return _MODES[loss_agg_mode]
-    module, _, attribute = loss_agg_mode.partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"loss_agg_mode is {loss_agg_mode!r}; expected one of {', '.join(_MODES)}, or a mode of your own as "
-            "'package.module:Class'"
-        )
-    try:
-        found: Callable[..., AggregationMode] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}: {error}") from error
-    return found
+    if ":" in loss_agg_mode:
+        return cast(Callable[..., AggregationMode], find_at("loss_agg_mode", loss_agg_mode))
+    raise ConfigError(
+        f"loss_agg_mode is {loss_agg_mode!r}; expected one of {', '.join(_MODES)}, or a mode of your own as "
+        "'package.module:Class'"
+    )
 
 
 def register_aggregation_mode(name: str, mode: Callable[..., AggregationMode]) -> None:

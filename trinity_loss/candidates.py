@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,8 @@ class Candidate:
     token_budgets: tuple[int, ...] = ()
     group_size: int = 1
 
+
+_ONE_POSITIONAL = ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
 #: Makes a candidate; making one takes a while, since verl checks the whole configuration.
 Maker = Callable[[], Candidate]
@@ -212,8 +214,9 @@ def _from_module(spec: str, config: DictConfig) -> Candidate:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return Candidate(spec, found)
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) == 1 and not {"model_output", "data"} & set(parameters) and not _takes_any(parameters):
+    # Ours have the tokens as their one positional argument.
+    others = [p.kind for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    if others in _ONE_POSITIONAL and not {"model_output", "data"} & set(parameters):
         return replace(_ours(spec, config, {}), name=spec)
     if {"log_prob", "response_mask", "loss_agg_mode"} <= set(parameters):
         return replace(_verls(_registered(spec, found), config, {}), name=spec)
@@ -223,10 +226,6 @@ def _from_module(spec: str, config: DictConfig) -> Candidate:
         actor = actor_config(config)
         return Candidate(spec, partial(found, config=actor), token_budgets(actor))
     return Candidate(spec, found)
-
-
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:

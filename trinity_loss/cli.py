@@ -99,10 +99,10 @@ def _parser() -> _Parser:
         "--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it"
     )
     verify.add_argument(
-        "--micro-batches", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="per rank (default: 1,2,4,8)"
+        "--micro-batches", type=_numbers, default="1,2,4,8", metavar="N,N", help="per rank (default: %(default)s)"
     )
     verify.add_argument(
-        "--ranks", type=_numbers, default=(1, 2, 4), metavar="N,N", help="data-parallel ranks (default: 1,2,4)"
+        "--ranks", type=_numbers, default="1,2,4", metavar="N,N", help="data-parallel ranks (default: %(default)s)"
     )
     verify.add_argument(
         "--token-budgets",

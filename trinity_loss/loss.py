@@ -309,7 +309,7 @@ class EnginePolicyLoss(TrinityPolicyLoss):
             counts, group_num_tokens = batch.tokens.counts, batch.prompt_num_tokens()
             # Which group a sequence belongs to is not said, but no group has more than 1 of such shares.
             shares = (counts / group_num_tokens.clamp(min=1).to(torch.float64)).sum()
-            fewest = (shares - 1e-6).ceil().clamp(min=0).to(torch.int64)
+            fewest = (shares - 1e-6).ceil().to(torch.int64)
             return replace(batch.tokens, group_num_tokens=group_num_tokens, num_groups=fewest)
         if totals != Totals():
             raise TotalsError(

@@ -11,7 +11,6 @@ tensors [N], finite everywhere (0 at uncounted tokens), and may look at a whole 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
 from trinity_loss.metric_set import MetricSet
+from trinity_loss.places import find_at
 from trinity_loss.tokens import ResponseTokens
 
 #: Arguments that LossConfig has a field of its own for.
@@ -239,11 +239,7 @@ def get_policy_loss(loss_mode: str) -> PolicyLoss:
     if loss_mode in _LOSSES:
         return _LOSSES[loss_mode]
     if ":" in loss_mode:
-        module, _, attribute = loss_mode.partition(":")
-        try:
-            fn = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
+        fn = find_at("loss_mode", loss_mode)
         # A function that was registered keeps what it was registered with.
         registered = next((loss for loss in _LOSSES.values() if loss.fn is fn), None)
         return registered or PolicyLoss(fn, arguments=_keyword_arguments(fn))

@@ -43,14 +43,14 @@ class Disk:
         self.folder, self.ballast = folder, folder / "ballast"
         mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
         # Nothing else fills a disk for real: a limit of a file's size gives another error, and /dev/full is one file.
-        self.small = subprocess.run(mount, capture_output=True).returncode == 0
+        self.mounted = subprocess.run(mount, capture_output=True).returncode == 0
 
     def fill(self, left: int = 0) -> None:
         free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
         self.ballast.write_bytes(bytes(free - left))
 
     def unmount(self) -> None:
-        if self.small:
+        if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
 
 
@@ -135,7 +135,7 @@ def broken(tmp_path_factory):
     seen = {}
     try:
         process = begin(*recording)
-        if small.small:
+        if small.mounted:
             small.fill()
             seen["record"] = break_run(process, folder, 1, lambda: 0)
             small.ballast.unlink()
@@ -143,7 +143,7 @@ def broken(tmp_path_factory):
         seen["between"] = break_run(process, folder, 1, kill_rank(busy=False))
         seen["within"] = break_run(begin("--resume"), folder, 1, kill_rank(busy=True))
         seen["driver"] = break_run(begin("--resume"), folder, 1, kill_driver)
-        if disk.small:
+        if disk.mounted:
             seen["checkpoint"] = break_run(begin("--resume"), folder, 1, full_for_a_checkpoint)
             # Nothing is lost, either, when there is no room to go on.
             seen["full"] = break_run(begin("--resume"), folder, 0, lambda: 0)
@@ -168,7 +168,7 @@ def broken(tmp_path_factory):
 
 
 def run_of(broken, fault) -> Broken:
-    if fault not in broken[0]:
+    if fault not in broken[0]:  # `Disk` could not be mounted, and nothing else is really full.
         pytest.skip("a small file system, to be filled, can be mounted by root only")
     return broken[0][fault]
 

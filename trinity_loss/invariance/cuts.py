@@ -14,6 +14,8 @@ import torch
 from trinity_loss.invariance.minibatch import MiniBatch, Ranks
 
 Layout = Literal["nested", "padded", "packed"]
+#: What verl's trainers send to its engines.
+ENGINE_LAYOUTS: tuple[Layout, ...] = ("nested", "padded")
 #: How the pieces are put together: FSDP adds the micro-batches' losses and averages over ranks; Megatron's
 #: schedule divides by the number of micro-batches that the engine multiplied by; its per-token regime divides
 #: by a count of tokens that the engine multiplied by.

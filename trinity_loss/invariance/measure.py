@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.invariance.cuts import Cut, Layout, whole
+from trinity_loss.invariance.cuts import ENGINE_LAYOUTS, Cut, Layout, whole
 from trinity_loss.invariance.engine import Builder, LossFn, Outcome, run
 from trinity_loss.invariance.layouts import build
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -85,9 +85,10 @@ class Subject:
             except Exception as error:
                 first = first or error
                 self.skipped.append((f"{layout} layout", f"the loss does not take it: {describe(error)}"))
-        engines = {"nested", "padded"}
-        # What fails in every layout that verl's engines send would fail there, whatever it does with others.
-        if first is not None and (not work or (engines & set(layouts) and not engines & set(work))):
+        # What fails in every layout that verl's engines get would fail there, whatever it does with others.
+        needed = set(ENGINE_LAYOUTS) & set(layouts) or set(layouts)
+        if not needed & set(work):
+            assert first is not None
             raise first
         base = next(iter(work))
         if "packed" in work and base != "packed" and self._ignores_segments(work["packed"], work[base]):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_loss.invariance.cuts import ENGINE_LAYOUTS
 from trinity_loss.invariance.rows import CAUSES, TERMS, Finding, Row
 from trinity_loss.tables import plain_table
 
@@ -50,7 +51,8 @@ class Report:
         counting = [finding for finding in self.findings if finding.counts]
         if counting:
             return counting[0].text
-        left_out = [label for label, _ in self.skipped if label in ("nested layout", "padded layout")]
+        engines = [f"{layout} layout" for layout in ENGINE_LAYOUTS]
+        left_out = [label for label, _ in self.skipped if label in engines]
         unknown = (
             f"; nothing is known of the {' and the '.join(left_out)}, which verl's engines send" if left_out else ""
         )

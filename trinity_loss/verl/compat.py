@@ -25,18 +25,18 @@ class Point:
         used_by: Our file, below ``trinity_loss/``.
         has: Parameters of a function, in this order; fields of a dataclass; attributes of anything else.
         says: What stands in the source of a function: keys that it sets.
-        needs: A module without which it cannot be imported, and is not used.
+        needs: A module besides verl without which it cannot be imported, and is not used.
     """
 
     where: str
     used_by: str
     has: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
-    needs: str = "verl"
+    needs: str | None = None
 
     def problem(self) -> str | None:
         """What moved, in a sentence; None if nothing did."""
-        if importlib.util.find_spec(self.needs) is None:
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
             return None
         module, _, name = self.where.partition(":")
         found: Any
