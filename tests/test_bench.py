@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trinity_loss.bench.cases import GOALS, Case, make_micro_batch
-from trinity_loss.bench.losses import LOSS_NAMES, make_losses
-from trinity_loss.bench.measure import measure
+from trinity_loss.bench.cost import measure
+from trinity_loss.bench.peers import LOSS_NAMES, make_losses
 from trinity_loss.cli import main
 
 TINY = ["bench", "--sequences", "2,5", "--longest", "12", "--fill", "0.5", "--runs", "1"]

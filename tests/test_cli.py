@@ -219,7 +219,7 @@ def test_several_losses_a_line_each(call):
 
 def test_trinity_rft_as_measured():
     """Stock TrinityPolicyLoss: eight ragged sequences in 1, 2, 4, 8 micro-batches."""
-    from trinity_loss.candidates import candidates
+    from trinity_loss.losses_by_name import candidates
     from trinity_loss.verl.composed import compose
 
     batch = make_mini_batch(8, seed=3, masked=0)
@@ -237,7 +237,7 @@ def test_trinity_rft_as_measured():
 
 
 def test_names_need_a_configuration_that_makes_a_loss():
-    from trinity_loss.candidates import candidates
+    from trinity_loss.losses_by_name import candidates
     from trinity_loss.verl.composed import compose
 
     config = compose()

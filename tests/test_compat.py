@@ -112,7 +112,7 @@ def test_the_adapter_warns_once_where_it_is_imported():
         "m.version = lambda name: '1.0.0' if name == 'verl' else real(name)\n"
         "from trinity_loss.verl import PolicyLossConfig\n"
         "PolicyLossConfig(); PolicyLossConfig()\n"
-        "import trinity_loss.verl.config\n"
+        "import trinity_loss.verl.policy_loss_config\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert said.count("tested beside verl 0.9.1; this is verl 1.0.0") == 1

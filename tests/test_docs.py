@@ -18,7 +18,7 @@ TARGET = "actor_rollout_ref.actor.policy_loss._target_=trinity_loss.verl.PolicyL
 AFTERWARDS = {
     "README.md": "assert float(loss) == 0 and pg_loss == 0, (loss, pg_loss)",
     "bring-a-loss.md": """
-from trinity_loss.candidates import candidates
+from trinity_loss.losses_by_name import candidates
 from trinity_loss.invariance import check_invariance
 from trinity_loss.verl.composed import compose
 

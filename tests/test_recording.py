@@ -10,7 +10,7 @@ from batches import Options, build, cut, make_leaves, make_sequences
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.errors import ConfigError, MissingFieldError
 from trinity_loss.invariance import check_invariance
-from trinity_loss.recording import Recorder, load_recording
+from trinity_loss.recorder import Recorder, load_recording
 
 CONFIG = LossConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01, use_kl_loss=True)
 PARTS = cut(make_sequences(12, seed=3), 3, 2, "uneven")

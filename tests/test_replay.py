@@ -11,7 +11,7 @@ from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.cli import main
 from trinity_loss.invariance import check_invariance
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.recording import Recorder, load_recording
+from trinity_loss.recorder import Recorder, load_recording
 
 SAMPLES = make_sequences(12, seed=3)
 SETTINGS = {"loss_agg_mode": "prompt-mean", "entropy_coeff": 0.01, "use_kl_loss": True}

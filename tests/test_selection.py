@@ -18,7 +18,7 @@ from verl.workers.utils.losses import ppo_loss
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.verl import PolicyLossConfig
-from trinity_loss.verl.config import loss_config
+from trinity_loss.verl.policy_loss_config import loss_config
 from trinity_loss.verl.shadow import ShadowLoss
 from trinity_loss.verl.worker import TrinityWorkerMixin, engine_loss
 

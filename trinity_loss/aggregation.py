@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
-from trinity_loss.places import find_at
+from trinity_loss.import_path import find_at
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 

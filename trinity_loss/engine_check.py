@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trinity_loss.candidates import Candidate
 from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.check import check_invariance, metric_finding
 from trinity_loss.invariance.cuts import Cut, Engine
@@ -14,8 +13,9 @@ from trinity_loss.invariance.draw import make_mini_batch
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
 from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.losses_by_name import Candidate
 from trinity_loss.verl.harness import EngineCase, EngineError, EngineResult, run_cases
-from trinity_loss.verl.harness.cases import EngineName
+from trinity_loss.verl.harness.engine_case import EngineName
 
 #: The engines compute in float32.
 TOLERANCE = 1e-5

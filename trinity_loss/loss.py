@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
-from trinity_loss.batch import FlatBatch, MicroBatch, MicroBatchData, local_prompt_ids, read_micro_batch, read_totals
-from trinity_loss.config import LossConfig
+from trinity_loss.autograd import Term, WithGradient, differentiate
 from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
+from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.kl import kl_penalty
+from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
-from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.micro_batch import (
+    FlatBatch,
+    MicroBatch,
+    MicroBatchData,
+    local_prompt_ids,
+    read_micro_batch,
+    read_totals,
+)
 from trinity_loss.registry import PolicyInputs, TokenLoss
-from trinity_loss.terms import Term, WithGradient, differentiate
 from trinity_loss.tokens import ResponseTokens
 
 #: Key of each term's metric, and its name among the modes.

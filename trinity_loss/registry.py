@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
+from trinity_loss.import_path import find_at
 from trinity_loss.metric_set import MetricSet
-from trinity_loss.places import find_at
 from trinity_loss.tokens import ResponseTokens
 
 #: Arguments that LossConfig has a field of its own for.

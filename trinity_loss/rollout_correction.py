@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError
+from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.metric_set import MetricSet, extreme_of
-from trinity_loss.metrics import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.policy import ppo
 from trinity_loss.registry import PolicyInputs, Rule, TokenLoss, one_of, register_policy_loss
 

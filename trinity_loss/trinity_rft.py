@@ -30,8 +30,8 @@ from trinity.trainer.verl import losses, workers
 from verl.single_controller.base.decorator import Dispatch, register
 
 from trinity_loss.aggregation import Totals
-from trinity_loss.batch import MicroBatchData, get_value, read_totals
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
+from trinity_loss.micro_batch import MicroBatchData, get_value, read_totals
 from trinity_loss.tokens import is_jagged, jagged_parts
 
 _StockLoss = losses.TrinityPolicyLoss

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_loss.candidates import Candidate, Maker, candidates
 from trinity_loss.errors import ConfigError, TrinityLossError
 from trinity_loss.invariance.check import LAYOUTS, check_invariance, check_subject
 from trinity_loss.invariance.draw import make_mini_batch
@@ -25,8 +24,9 @@ from trinity_loss.invariance.measure import Subject, describe
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.report import Report
 from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.losses_by_name import Candidate, Maker, candidates
 from trinity_loss.tables import print_table
-from trinity_loss.verl.harness.cases import EngineName
+from trinity_loss.verl.harness.engine_case import EngineName
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

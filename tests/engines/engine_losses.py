@@ -8,7 +8,7 @@ import pytest
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
 from trinity_loss.verl.harness import EngineResult
-from trinity_loss.verl.harness.batch import ragged_rows
+from trinity_loss.verl.harness.model_batch import ragged_rows
 
 MODES = aggregation_mode_names()
 TOLERANCE = 1e-5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trinity_loss.verl.harness import EngineCase, EngineResult
-from trinity_loss.verl.harness.cases import SeenMicroBatch, SeenRank
+from trinity_loss.verl.harness.engine_case import SeenMicroBatch, SeenRank
 
 CHECK = Path(__file__).resolve().parents[2] / "recipes" / "gpu" / "check.py"
 

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 
 from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
-from trinity_loss.bench.losses import LOSS_NAMES, Unsupported, make_losses
-from trinity_loss.bench.measure import Result, measure, measure_bandwidth
+from trinity_loss.bench.cost import Result, measure, measure_bandwidth
+from trinity_loss.bench.peers import LOSS_NAMES, Unsupported, make_losses
 from trinity_loss.errors import ConfigError
 
 __all__ = ["CASE_SETS", "LOSS_NAMES", "Case", "Options", "Result", "bench", "measure"]
@@ -63,7 +63,7 @@ def bench(options: Options) -> bool:
     """
     import torch
 
-    from trinity_loss.bench import report
+    from trinity_loss.bench import cost_table
 
     unknown = set(options.losses) - set(LOSS_NAMES)
     if unknown or options.cases not in CASE_SETS:
@@ -86,11 +86,11 @@ def bench(options: Options) -> bool:
 
         shares = measure_shares(options.losses, options.runs)
     if options.json:
-        print(json.dumps(report.as_dict(results, bandwidth, shares, options), indent=2))
+        print(json.dumps(cost_table.as_dict(results, bandwidth, shares, options), indent=2))
     else:
-        report.print_report(results, bandwidth, shares, options)
+        cost_table.print_report(results, bandwidth, shares, options)
     if options.plot is not None:
-        from trinity_loss.bench.figure import draw
+        from trinity_loss.bench.speed_figure import draw
 
         draw(results, bandwidth, options.plot)
     return all(result.agrees for result in results)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trinity_loss.bench.losses import LossFn, make_losses
+from trinity_loss.bench.peers import LossFn, make_losses
 from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
 
 _METRIC = "bench/seconds"

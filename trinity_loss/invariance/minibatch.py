@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import Totals
-from trinity_loss.batch import is_padding_row
 from trinity_loss.errors import FieldShapeError, MissingFieldError
+from trinity_loss.micro_batch import is_padding_row
 
 #: ``cut[r][k]`` lists the sequences of micro-batch k on rank r.
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]

@@ -8,7 +8,7 @@ Select the loss in a verl configuration with::
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trinity_loss.verl.config import PolicyLossConfig
+    from trinity_loss.verl.policy_loss_config import PolicyLossConfig
 
 __all__ = ["PolicyLossConfig"]
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     # verl loads `trinity_loss.verl.plugin` while it is being imported itself, when its configuration
     # classes do not exist yet.
     if name == "PolicyLossConfig":
-        from trinity_loss.verl.config import PolicyLossConfig
+        from trinity_loss.verl.policy_loss_config import PolicyLossConfig
 
         return PolicyLossConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """The points of verl that this package leans on, each with the file that does, and the version they were tested with.
 
-Imports nothing of verl itself: ``config.py`` imports this while a worker starts.
+Imports nothing of verl itself: ``policy_loss_config.py`` imports this while a worker starts.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ POINTS = (
     ),
     Point(
         "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
-        "batch.py",
+        "micro_batch.py",
         says=('f"pad{', '["uid"] = pad_uid'),
     ),
     Point(f"{_FSDP}.forward_backward_batch", "aggregation.py", says=("batch_num_tokens=", "dp_size=")),
@@ -120,19 +120,23 @@ POINTS = (
     ),
     Point(f"{_FSDP}.prepare_model_inputs", "verl/harness/rank.py", ("self", "micro_batch")),
     Point("verl.utils.config:omega_conf_to_dataclass", "verl/composed.py", ("config",)),
-    # What config.py reads.
+    # What policy_loss_config.py reads.
     Point(
         "verl.workers.config:ActorConfig",
-        "verl/config.py",
+        "verl/policy_loss_config.py",
         (
             *("policy_loss", "loss_agg_mode", "loss_scale_factor", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
             *("clip_ratio_c", "tau_pos", "tau_neg", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
         ),
     ),
-    Point("verl.workers.config:PolicyLossConfig", "verl/config.py", ("loss_mode", "dro_beta", "rollout_correction")),
+    Point(
+        "verl.workers.config:PolicyLossConfig",
+        "verl/policy_loss_config.py",
+        ("loss_mode", "dro_beta", "rollout_correction"),
+    ),
     Point(
         "verl.trainer.config:RolloutCorrectionConfig",
-        "verl/config.py",
+        "verl/policy_loss_config.py",
         (
             *("loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
             *("rollout_rs", "rollout_rs_threshold"),
@@ -147,13 +151,15 @@ POINTS = (
     Point("verl.utils.tensordict_utils:assign_non_tensor", "verl/worker.py", ("tensor_dict", "kwargs")),
     Point("verl.utils.device:get_device_id", "verl/worker.py"),
     Point("verl.utils.seqlen_balancing:rearrange_micro_batches", "invariance/cuts.py", ("batch", "max_token_len")),
-    Point("verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY", "candidates.py"),
+    Point("verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY", "losses_by_name.py"),
     # verl on a CPU.
     Point("verl.plugin.platform:PlatformRegistry.register", "verl/cpu/platform.py", ("platform",)),
-    Point("verl.workers.engine:EngineRegistry.register", "verl/cpu/engine.py", ("model_type", "backend", "device")),
+    Point(
+        "verl.workers.engine:EngineRegistry.register", "verl/cpu/fsdp_engine.py", ("model_type", "backend", "device")
+    ),
     Point("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "verl/cpu/rollout.py", ("name", "loader")),
     Point("verl.workers.rollout.base:_ROLLOUT_REGISTRY", "verl/cpu/rollout.py", ("__setitem__",)),
-    Point(f"{_FSDP}._build_fsdp_module", "verl/cpu/engine.py", ("self", "module")),
+    Point(f"{_FSDP}._build_fsdp_module", "verl/cpu/fsdp_engine.py", ("self", "module")),
     Point(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
         "verl/cpu/sampler.py",

@@ -23,12 +23,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import Metric
 
-from trinity_loss.batch import is_padding_row, prompt_keys
-from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
+from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.recording import Recorder
+from trinity_loss.micro_batch import is_padding_row, prompt_keys
+from trinity_loss.recorder import Recorder
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 from trinity_loss.verl.shadow import ShadowLoss
 
@@ -58,7 +58,7 @@ def engine_loss(loss_fn: Any) -> EnginePolicyLoss | ShadowLoss | None:
     """
     from verl.workers.utils.losses import ppo_loss
 
-    from trinity_loss.verl.config import PolicyLossConfig, loss_config
+    from trinity_loss.verl.policy_loss_config import PolicyLossConfig, loss_config
 
     actor: Any = getattr(loss_fn, "keywords", {}).get("config")
     if not isinstance(getattr(actor, "policy_loss", None), PolicyLossConfig):

@@ -12,7 +12,7 @@ if get_device_name() != "cpu":
         "VERL_USE_EXTERNAL_PLUGINS if that is set"
     )
 
-from trinity_loss.verl.cpu.engine import register_workers
+from trinity_loss.verl.cpu.fsdp_engine import register_workers
 from trinity_loss.verl.cpu.rollout import register_rollout
 
 register_workers()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trinity_loss.verl.harness.cases import (
+from trinity_loss.verl.harness.engine_case import (
     BatchSpec,
     EngineCase,
     EngineError,

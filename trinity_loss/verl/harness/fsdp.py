@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trinity_loss.verl.harness.cases import EngineCase
+from trinity_loss.verl.harness.engine_case import EngineCase
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
 
@@ -74,7 +74,7 @@ def read_layout(engine: Any) -> dict[str, Any]:
 
 def worker_class(case: EngineCase) -> type:
     """The case's training worker, recording."""
-    engine = "trinity_loss.verl.cpu.engine" if case.device == "cpu" else "verl.workers.engine"
+    engine = "trinity_loss.verl.cpu.fsdp_engine" if case.device == "cpu" else "verl.workers.engine"
     return recording_worker(case, engine, read_gradients, read_layout)
 
 

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from trinity_loss.verl.harness.cases import EngineError
+from trinity_loss.verl.harness.engine_case import EngineError
 
 POLL_SECONDS = 0.05
 # A rank whose peer died fails too, and may be seen first: wait a moment, then see who failed first.

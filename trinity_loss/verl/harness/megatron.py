@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from trinity_loss.verl.harness.cases import EngineCase
+from trinity_loss.verl.harness.engine_case import EngineCase
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import Job, NamedGradients, recording_worker, run_job
 

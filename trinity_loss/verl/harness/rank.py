@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trinity_loss.verl.harness.batch import make_batch
-from trinity_loss.verl.harness.cases import EngineCase, EngineError, EngineResult, SeenMicroBatch, SeenRank, load
+from trinity_loss.verl.harness.engine_case import EngineCase, EngineError, EngineResult, SeenMicroBatch, SeenRank, load
 from trinity_loss.verl.harness.launch import fork_ranks
+from trinity_loss.verl.harness.model_batch import make_batch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

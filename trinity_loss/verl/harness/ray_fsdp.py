@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from trinity_loss.verl.harness.cases import EngineError, EngineResult, load
+from trinity_loss.verl.harness.engine_case import EngineError, EngineResult, load
 from trinity_loss.verl.harness.fsdp import worker_class, worker_config
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.model import save_tiny_model

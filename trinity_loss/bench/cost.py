@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trinity_loss.bench.cases import Case, MicroBatch, make_micro_batch
-from trinity_loss.bench.losses import LossFn
+from trinity_loss.bench.peers import LossFn
 
 #: Read: log-prob, old log-prob, advantage, reference, entropy (float32) and a mask of one byte; written: two
 #: float32 gradients.

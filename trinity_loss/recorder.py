@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import Totals
-from trinity_loss.batch import MicroBatch, MicroBatchData, get_value, read_micro_batch
-from trinity_loss.config import LossConfig
 from trinity_loss.errors import BatchError, ConfigError, MissingFieldError
 from trinity_loss.invariance.minibatch import MiniBatch, load_mini_batch
+from trinity_loss.loss_config import LossConfig
+from trinity_loss.micro_batch import MicroBatch, MicroBatchData, get_value, read_micro_batch
 
 _FIELDS = (
     "advantages",

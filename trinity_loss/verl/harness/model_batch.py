@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_loss.verl.harness.cases import BatchSpec
+from trinity_loss.verl.harness.engine_case import BatchSpec
 from trinity_loss.verl.harness.model import VOCABULARY
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import trinity_loss.policy
 import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
 from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
 from trinity_loss.errors import ConfigError, UnknownFieldError
+from trinity_loss.importance_sampling import check_level
 from trinity_loss.kl import check_kl_type
-from trinity_loss.metrics import check_level
 from trinity_loss.registry import PolicyLoss, get_policy_loss
 
 

@@ -48,8 +48,8 @@ def _verl(mode: str) -> LossFn:
 
 
 def _ours(mode: str) -> LossFn:
-    from trinity_loss.config import LossConfig
     from trinity_loss.loss import EnginePolicyLoss
+    from trinity_loss.loss_config import LossConfig
 
     config = LossConfig(
         loss_agg_mode=mode,

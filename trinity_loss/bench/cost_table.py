@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trinity_loss.bench.measure import FLOOR_BYTES_PER_TOKEN, Result
+from trinity_loss.bench.cost import FLOOR_BYTES_PER_TOKEN, Result
 from trinity_loss.tables import print_table
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_loss.bench.measure import Result
+from trinity_loss.bench.cost import Result
 
 _TITLES = {"sequences": "sequences", "longest": "longest response", "fill": "fill"}
 _STYLES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode
-from trinity_loss.batch import Source
+from trinity_loss.micro_batch import Source
 from trinity_loss.tokens import ResponseTokens
 
 

@@ -10,8 +10,8 @@ from verl.workers.config import ActorConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
 from trinity_loss.aggregation import find_aggregation_mode
-from trinity_loss.config import LossConfig
 from trinity_loss.errors import ConfigError
+from trinity_loss.loss_config import LossConfig
 from trinity_loss.registry import get_policy_loss
 from trinity_loss.verl.compat import warn_if_untested
 from trinity_loss.verl.worker import install

@@ -99,7 +99,7 @@ def _title(family: str, loss_mode: str, mode: str, scale: Any) -> str:
 
 def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
     from trinity_loss.verl.composed import TARGET, actor_config, token_budgets
-    from trinity_loss.verl.config import loss_config
+    from trinity_loss.verl.policy_loss_config import loss_config
 
     changes = dict(changes)
     mode = changes.pop("loss_agg_mode", None)
