@@ -7,7 +7,6 @@ denominator belongs to the whole mini-batch. :func:`aggregate_loss` gives both f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
 from trinity_loss.import_path import find_at
+from trinity_loss.rules import POSITIVE
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 
@@ -147,7 +147,7 @@ class AggregationMode:
             if factor is not None:
                 raise ConfigError(f"loss_scale_factor is {factor!r}, but loss_agg_mode {name!r} has no divisor")
             return
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
+        if not POSITIVE.holds(factor):
             raise ConfigError(
                 f"loss_scale_factor is {factor!r}; loss_agg_mode {name!r} needs a positive finite number, "
                 "for instance the longest response allowed (a padded width depends on the cut)"

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
+from trinity_loss.log_ratio import LOG_RATIO_LIMIT, LogRatio, limited, limited_exp
 from trinity_loss.metric_set import MetricSet, extreme_of
+from trinity_loss.rules import POSITIVE, check
 from trinity_loss.tokens import ResponseTokens, jagged_parts
 
 LEVELS = ("token", "sequence", "geometric")
-_LOG_RATIO_LIMIT = 20.0
 #: Beyond it a perplexity is infinite in float32, and so are the sums that it is in. verl has no limit there.
 _LOG_PERPLEXITY_LIMIT = 80.0
 
@@ -28,56 +28,15 @@ def check_level(level: str, upper: float, lower: float) -> None:
     """Raises :class:`ConfigError` unless the level is one of :data:`LEVELS` and 0 < lower <= upper."""
     if level not in LEVELS:
         raise ConfigError(f"level is {level!r}; expected one of {', '.join(LEVELS)}")
-    for name, value in (("upper", upper), ("lower", lower)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+    check("upper", upper, POSITIVE)
+    check("lower", lower, POSITIVE)
     if lower > upper:
         raise ConfigError(f"lower is {lower!r}, above upper, {upper!r}")
-
-
-def limited_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio of a log-ratio clamped to ±20."""
-    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
 
 
 def perplexity(log_perplexity: Tensor) -> Tensor:
     """e to a log-perplexity, or to a difference of two, that is clamped to ±80."""
     return log_perplexity.clamp(-_LOG_PERPLEXITY_LIMIT, _LOG_PERPLEXITY_LIMIT).exp()
-
-
-@dataclass(frozen=True, eq=False)
-class LogRatio:
-    """The log-ratio of the training policy to the rollout policy, and what the metrics are averaged over.
-
-    Attributes:
-        tokens: The response tokens.
-        values: Training log-prob minus rollout log-prob [N], 0 at uncounted tokens.
-    """
-
-    tokens: ResponseTokens
-    values: Tensor
-
-    @property
-    def token_weights(self) -> Tensor:
-        """1.0 at tokens that count [N]."""
-        return self.tokens.indicator(self.values.dtype)
-
-    @property
-    def nonempty(self) -> Tensor:
-        """bool [S]: sequences with a token that counts."""
-        return self.tokens.counts > 0
-
-    def of_sequence(self, level: str) -> Tensor:
-        """Log-ratio of each sequence [S]: summed, or averaged at level ``geometric``."""
-        if level == "geometric":
-            return self.tokens.mean_per_sequence(self.values)
-        return self.tokens.sum_per_sequence(self.values * self.token_weights)
-
-    def weights(self, level: str) -> Tensor:
-        """Importance weight of each token [N], before truncation."""
-        if level == "token":
-            return limited_exp(self.values)
-        return self.tokens.per_token(limited_exp(self.of_sequence(level)))
 
 
 def add_weight_metrics(
@@ -109,10 +68,10 @@ def add_weight_metrics(
     else:
         of_sequence = log_ratio.of_sequence(level)
         metrics.add_extreme(
-            f"{name}_max", "max", extreme_of(of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty, "max")
+            f"{name}_max", "max", extreme_of(of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty, "max")
         )
         metrics.add_extreme(
-            f"{name}_min", "min", extreme_of(of_sequence.clamp(max=_LOG_RATIO_LIMIT).exp(), nonempty, "min")
+            f"{name}_min", "min", extreme_of(of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty, "min")
         )
         high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), nonempty
     metrics.add_moments(high.to(raw.dtype), where, {f"{name}_ratio_fraction_high": "mean"})
@@ -159,7 +118,7 @@ def add_offpolicy_metrics(
     }
     per_token: Mapping[str, Tensor] = {
         "kl": -log_ratio.values,
-        "k3_kl": ratio - log_ratio.values.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT) - 1,
+        "k3_kl": ratio - limited(log_ratio.values) - 1,
         "chi2_token": ratio.square() - 1,
     }
     for name, values in per_sequence.items():

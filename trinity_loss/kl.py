@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError
+from trinity_loss.log_ratio import LOG_RATIO_LIMIT
+from trinity_loss.rules import check, one_of
 
 ValueAndDerivative = tuple[Tensor, Tensor]
 
-_INPUT_LIMIT = 20.0
 _OUTPUT_LIMIT = 10.0
 
 
@@ -35,7 +35,7 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 def _k3(difference: Tensor) -> ValueAndDerivative:
     # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
     negative = -difference
-    clamped = negative.clamp(-_INPUT_LIMIT, _INPUT_LIMIT)
+    clamped = negative.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     growth = torch.expm1(clamped)
     moves = negative.eq_(clamped)
     unclamped = torch.sub(growth, clamped, out=clamped)
@@ -58,8 +58,7 @@ KL_TYPES: tuple[str, ...] = tuple(name + plus for name in _ESTIMATORS for plus i
 
 def check_kl_type(kl_loss_type: str) -> None:
     """Raises :class:`ConfigError` unless ``kl_loss_type`` is one of :data:`KL_TYPES`."""
-    if kl_loss_type not in KL_TYPES:
-        raise ConfigError(f"kl_loss_type is {kl_loss_type!r}; expected one of {', '.join(KL_TYPES)}")
+    check("kl_loss_type", kl_loss_type, one_of(*KL_TYPES))
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> ValueAndDerivative:

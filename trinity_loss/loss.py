@@ -14,8 +14,9 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio, Totals
 from trinity_loss.autograd import Term, WithGradient, differentiate
 from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
-from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.importance_sampling import add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.kl import kl_penalty
+from trinity_loss.log_ratio import LogRatio
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import (

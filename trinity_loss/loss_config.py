@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -12,9 +11,34 @@ import trinity_loss.policy
 import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
 from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
 from trinity_loss.errors import ConfigError, UnknownFieldError
-from trinity_loss.importance_sampling import check_level
-from trinity_loss.kl import check_kl_type
+from trinity_loss.importance_sampling import LEVELS, check_level
+from trinity_loss.kl import KL_TYPES
 from trinity_loss.registry import PolicyLoss, get_policy_loss
+from trinity_loss.rules import BOOLEAN, NOT_NEGATIVE, NUMBER, POSITIVE, TEXT, Rule, check, number, one_of, optional
+
+#: What each field must be, beside what other fields and the loss ask for.
+_RULES: dict[str, Rule] = {
+    "loss_mode": TEXT,
+    "loss_agg_mode": TEXT,
+    "clip_ratio": NOT_NEGATIVE,
+    "clip_ratio_low": optional(NOT_NEGATIVE),
+    "clip_ratio_high": optional(NOT_NEGATIVE),
+    "clip_ratio_c": number("a number above 1", lambda value: value > 1),
+    "loss_args": Rule(lambda value: isinstance(value, Mapping), "a mapping"),
+    "entropy_coeff": NUMBER,
+    "entropy_agg_mode": optional(TEXT),
+    "use_kl_loss": BOOLEAN,
+    "kl_loss_coef": NUMBER,
+    "kl_loss_type": one_of(*KL_TYPES),
+    "kl_agg_mode": optional(TEXT),
+    "count_empty_sequences": BOOLEAN,
+    "count_padding_rows": BOOLEAN,
+    "count_rejected_tokens": BOOLEAN,
+    "nonfinite": one_of("error", "neutral"),
+    "rollout_metrics": one_of(None, *LEVELS),
+    "rollout_metrics_upper": POSITIVE,
+    "rollout_metrics_lower": POSITIVE,
+}
 
 
 def _naming_unknown_fields(cls: type[LossConfig]) -> type[LossConfig]:
@@ -95,20 +119,8 @@ class LossConfig:
     rollout_metrics_lower: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), minimum=0.0)
-        for name in ("entropy_coeff", "kl_loss_coef"):
-            _check_number(name, getattr(self, name))
-        _check_number("clip_ratio_c", self.clip_ratio_c)
-        if self.clip_ratio_c <= 1.0:
-            raise ConfigError(f"clip_ratio_c is {self.clip_ratio_c!r}; expected a number above 1")
-        for name in ("use_kl_loss", "count_empty_sequences", "count_padding_rows", "count_rejected_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected true or false")
-        check_kl_type(self.kl_loss_type)
-        if self.nonfinite not in ("error", "neutral"):
-            raise ConfigError(f"nonfinite is {self.nonfinite!r}; expected error or neutral")
+        for name, rule in _RULES.items():
+            check(name, getattr(self, name), rule)
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
         rejects = self.policy_loss.rejects or self.nonfinite == "neutral"
         if rejects and not self.count_rejected_tokens:
@@ -161,9 +173,3 @@ class LossConfig:
             count_padding_rows=self.count_padding_rows,
             count_rejected_tokens=self.count_rejected_tokens,
         )
-
-
-def _check_number(name: str, value: Any, minimum: float = -math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
-        expected = "a finite number" if minimum == -math.inf else f"a finite number, at least {minimum:g}"
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")

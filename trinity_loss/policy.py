@@ -15,17 +15,15 @@ from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import FieldShapeError
+from trinity_loss.log_ratio import LOG_RATIO_LIMIT, limited, limited_exp
 from trinity_loss.registry import (
-    NOT_NEGATIVE,
-    POSITIVE,
     PolicyInputs,
     TokenLoss,
-    one_of,
     register_policy_loss,
 )
+from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, one_of
 from trinity_loss.tokens import ResponseTokens
 
-_LOG_RATIO_LIMIT = 20.0
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
 _TINY = 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
 
@@ -43,7 +41,7 @@ def _at_most(left: Tensor, right: Tensor | float) -> Tensor:
 def _log_ratio(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The clamped log-ratio, and its derivative with respect to the log-prob: 1.0 where it is not clamped."""
     unlimited = inputs.log_prob - inputs.old_log_prob
-    log_ratio = unlimited.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = limited(unlimited)
     return log_ratio, unlimited.eq_(log_ratio)
 
 
@@ -137,7 +135,7 @@ def gmpo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float)
     with torch.no_grad():
         is_clipped = torch.ne(log_ratio, clamped).to(log_ratio.dtype)
         higher, lower = is_clipped * _above(advantages, 0.0), is_clipped * _above(-advantages, 0.0)
-        ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+        ratio = limited_exp(log_ratio)
         metrics = _metrics(ratio, log_ratio, higher, lower)
     return TokenLoss(tokens.per_token(loss), **metrics)
 
@@ -255,10 +253,10 @@ def rec(
     """REINFORCE with chosen clipping, weighting and regularizer: https://arxiv.org/abs/2509.24203."""
     advantages, tokens = inputs.advantages, inputs.tokens
     log_ratio = inputs.log_prob - inputs.old_log_prob
-    ratio = log_ratio.clamp(max=_LOG_RATIO_LIMIT).exp()
+    ratio = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
     of_sequence = ratio
     if clip_mode == "gspo-one-side" or weight == "gspo_importance_sampling":
-        of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio).clamp(max=_LOG_RATIO_LIMIT)).exp()
+        of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio).clamp(max=LOG_RATIO_LIMIT)).exp()
     good, bad = _at_most(-advantages, 0.0), _at_most(advantages, 0.0)
 
     def one_side(clipped: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ tensors [N], finite everywhere (0 at uncounted tokens), and may look at a whole 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,32 +22,11 @@ from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
 from trinity_loss.metric_set import MetricSet
+from trinity_loss.rules import NUMBER, Rule, check
 from trinity_loss.tokens import ResponseTokens
 
 #: Arguments that LossConfig has a field of its own for.
 CLIP_ARGUMENTS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What the value of a loss argument must be: a test, and the words for an error."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-
-
-NUMBER = Rule(_is_number, "a finite number")
-POSITIVE = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
-NOT_NEGATIVE = Rule(lambda value: _is_number(value) and value >= 0, "a finite number, 0 or more")
-
-
-def one_of(*choices: str) -> Rule:
-    """The rule that a value is one of these words."""
-    return Rule(lambda value: value in choices, "one of " + ", ".join(choices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +118,8 @@ class PolicyLoss:
             rule = self.rules.get(name)
             if rule is None and isinstance(value, int | float) and not isinstance(value, bool):
                 rule = NUMBER
-            if rule is not None and not rule.holds(value):
-                raise ConfigError(f"loss_args[{name!r}] is {value!r}; expected {rule.expected}")
+            if rule is not None:
+                check(f"loss_args[{name!r}]", value, rule)
         missing = [k for k, v in own.items() if v is inspect.Parameter.empty and k not in given]
         if missing:
             raise ConfigError(f"loss_mode {loss_mode!r} needs loss_args {', '.join(missing)}")

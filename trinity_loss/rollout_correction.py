@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.importance_sampling import add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.log_ratio import LogRatio, limited
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.policy import ppo
-from trinity_loss.registry import PolicyInputs, Rule, TokenLoss, one_of, register_policy_loss
+from trinity_loss.registry import PolicyInputs, TokenLoss, register_policy_loss
+from trinity_loss.rules import Rule, one_of
 
-_LOG_RATIO_LIMIT = 20.0
 _PREFIX = "rollout_corr/"
 _STATISTICS = tuple(
     f"{of}_{k}"
@@ -75,11 +76,11 @@ class Rejection:
 
     def statistic(self, log_ratio: LogRatio) -> Tensor:
         """Its value for each token [N] or, for a statistic of sequences, for each sequence [S]."""
-        tokens, limited = log_ratio.tokens, log_ratio.values.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+        tokens, values = log_ratio.tokens, limited(log_ratio.values)
         divergence = {
-            "k1": lambda: -limited,
-            "k2": lambda: 0.5 * limited.square(),
-            "k3": lambda: limited.exp() - 1 - limited,
+            "k1": lambda: -values,
+            "k2": lambda: 0.5 * values.square(),
+            "k3": lambda: values.exp() - 1 - values,
         }[self.name[-2:]]()
         if self.name.startswith("token"):
             return divergence
