@@ -7,14 +7,18 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup train compare check-gpu soak test test-all lint format clean
+# Two processes share the files of tests; those that start engines stay in one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+
+.PHONY: help setup train compare check-gpu soak test test-ci test-all lint format clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
 	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 RECIPE=cpu_grpo ARGS='hydra overrides'"
 	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
-	@echo "make test              run the tests, in 15 to 25 minutes: ARGS='pytest arguments'"
-	@echo "make test-all          run all tests, in 40 to 60 minutes: those too that train every recipe, break runs and build"
+	@echo "make test              run the tests, and each engine once, in 5 to 8 minutes: ARGS='pytest arguments'"
+	@echo "make test-ci           and every way to run the engines, in 15 to 25 minutes"
+	@echo "make test-all          all tests, in 40 to 60 minutes: those too that train every recipe, break runs and build"
 	@echo "make soak              train again and again, then for long: does it leave anything, does memory grow?"
 	@echo "make check-gpu         on a machine with GPUs: what a CPU cannot show, in ten minutes"
 	@echo "make lint | format     check | fix the style"
@@ -35,10 +39,13 @@ compare: setup
 	$(BIN)/python recipes/compare_with_verl.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-ci: setup
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 check-gpu: setup
 	$(BIN)/python recipes/gpu/check.py $(ARGS)

@@ -15,7 +15,7 @@ from trinity_loss import LossConfig, TrinityPolicyLoss
 from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineError, EngineResult, run_cases
 from trinity_loss.verl.harness.faulty_losses import FailsOnRank, NanOnRank
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 BROKEN = "this loss is broken on rank 1"
 SECONDS = 60  # From the call that fails to the error, of the 1100 that a collective waits; mostly below 10.

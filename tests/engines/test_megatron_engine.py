@@ -12,7 +12,7 @@ from trinity_loss import LossConfig, TrinityPolicyLoss
 from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
 from trinity_loss.verl.harness.faulty_losses import WithoutMicroBatchFactor
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 NESTED = BatchSpec(layout="nested")
 ENGINES = {

@@ -65,6 +65,7 @@ def test_pickle(mode):
     assert evaluate(copy) == evaluate(loss)
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("private_ray")
 def test_ray():
     losses = [ours(mode) for mode in MODES]

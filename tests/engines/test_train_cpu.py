@@ -91,6 +91,7 @@ def test_a_run_says_what_it_did(run):
         assert total == pytest.approx(record["actor/loss"], rel=1e-4)
 
 
+@pytest.mark.engine
 def test_an_interrupted_run_goes_on_and_repeats_the_numbers(run, tmp_path):
     process = start(tmp_path, "--steps", str(STEPS))
     log = tmp_path / "log.jsonl"
@@ -111,6 +112,7 @@ def test_an_interrupted_run_goes_on_and_repeats_the_numbers(run, tmp_path):
             assert math.isclose(record[key], theirs[step][key], rel_tol=1e-5, abs_tol=1e-7), (step, key)
 
 
+@pytest.mark.engine
 def test_legacy_trainer(run, tmp_path):
     output = finish(start(tmp_path, "--steps", "2", "trainer.use_v1=false"))
     assert "verl legacy, 2 ranks" in output
@@ -119,6 +121,7 @@ def test_legacy_trainer(run, tmp_path):
     assert read_log(tmp_path)[0]["critic/score/mean"] == pytest.approx(read_log(run[0])[0]["critic/score/mean"])
 
 
+@pytest.mark.engine
 def test_a_failure_shows_its_cause(tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_):\n    raise ValueError('the reward is broken')\n")
@@ -141,11 +144,13 @@ def test_a_bad_number_ends_the_step_on_all_ranks(tmp_path):
     assert time.monotonic() - started < 300  # Where a rank that hangs would make it 900.
 
 
+@pytest.mark.engine
 def test_a_wrong_override_shows_its_cause(tmp_path):
     output = finish(start(tmp_path, "--steps", "1", "actor_rollout_ref.actor.no_such_key=1"), code=1)
     assert "no_such_key" in output
 
 
+@pytest.mark.engine
 def test_nothing_to_resume(tmp_path):
     assert "nothing to resume" in finish(start(tmp_path, "--resume"), code=1)
 

@@ -8,6 +8,8 @@ from engine_losses import TOLERANCE
 from trinity_loss import engine_check
 from trinity_loss.cli import main
 
+pytestmark = pytest.mark.engine
+
 LAYOUTS = {
     "fsdp": {"1 ranks, ", "2 ranks, ", "1 ranks, at most 40 tokens each", "2 ranks, at most 40 tokens each"},
     "megatron": {
