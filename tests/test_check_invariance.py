@@ -1,7 +1,9 @@
 """The check finds each usual fault and names it, and lets right losses pass."""
 
 import re
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -388,6 +390,27 @@ def test_padded_layout_is_what_verl_makes():
     for name in ("max_seq_len", "max_response_len", "indices"):
         assert torch.equal(torch.as_tensor(tu.get(ours, name)), torch.as_tensor(tu.get(theirs, name)))
     assert torch.equal(ours["loss_mask"], theirs["loss_mask"])
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+def test_token_ids_stand_where_a_model_reads_them(layout):
+    """Every token has an id of its own; a model reads them packed, a trainer's reward function row by row."""
+    batch = make_mini_batch(8)
+    sizes = (batch.prompt_lengths + batch.response_lengths).tolist()
+    batch = replace(batch, input_ids=torch.arange(1, sum(sizes) + 1))
+    rows = (5, 0, 5)
+    data = build(batch, rows, layout).data
+    starts = [0, *accumulate(sizes)]
+    assert [ids.tolist() for ids in data["input_ids"].unbind()] == [
+        list(range(starts[i] + 1, starts[i + 1] + 1)) for i in rows
+    ]
+    assert [p.tolist() for p in data["position_ids"].unbind()] == [list(range(sizes[i])) for i in rows]
+    for name, first, count in (("prompts", 0, batch.prompt_lengths), ("responses", None, batch.response_lengths)):
+        for i, ids in zip(rows, data[name].unbind(), strict=True):
+            begin = starts[i] + 1 + (first if first is not None else int(batch.prompt_lengths[i]))
+            assert [x for x in ids.tolist() if x] == list(range(begin, begin + int(count[i])))
+    with pytest.raises(FieldShapeError, match="input_ids"):
+        replace(batch, input_ids=torch.ones(3))
 
 
 def test_metrics_are_reduced_as_verl_reduces_them():

@@ -13,6 +13,7 @@ dynamic batch size makes.
 from trinity_loss.invariance.check import assert_invariant, check_invariance
 from trinity_loss.invariance.draw import make_mini_batch
 from trinity_loss.invariance.engine import ContractError
+from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch, load_mini_batch
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import CAUSES, Deviation, Finding, Row, Value
@@ -21,12 +22,14 @@ __all__ = [
     "CAUSES",
     "ContractError",
     "Deviation",
+    "EngineMicroBatch",
     "Finding",
     "MiniBatch",
     "Report",
     "Row",
     "Value",
     "assert_invariant",
+    "build",
     "check_invariance",
     "load_mini_batch",
     "make_mini_batch",

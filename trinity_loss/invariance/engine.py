@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from trinity_loss.errors import TrinityLossError
 from trinity_loss.invariance.cuts import Cut, Layout
-from trinity_loss.invariance.layouts import MicroBatch, build
+from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch
 
 #: A callable of verl's engine contract.
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
-Builder = Callable[[MiniBatch, Sequence[int], Layout, int | None], MicroBatch]
+Builder = Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]
 
 
 class ContractError(TrinityLossError):
@@ -146,11 +145,9 @@ def run(
 
 
 def _call(
-    loss_fn: LossFn, micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None, totals: Mapping[str, Any]
+    loss_fn: LossFn, micro: EngineMicroBatch, log_probs: Tensor, entropy: Tensor | None, totals: Mapping[str, Any]
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    data: TensorDict = micro.data.clone(recurse=False)
-    for name, value in totals.items():
-        data[name] = NonTensorData(value)
+    data = micro.with_totals(totals)
     result = loss_fn(model_output=micro.model_output(log_probs, entropy), data=data, dp_group=None)
     if not isinstance(result, tuple) or len(result) != 2:
         raise ContractError(f"the loss returned a {type(result).__name__}; the engine expects (loss, metrics)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class EngineMicroBatch:
     """A micro-batch as an engine hands it over, without the totals that depend on the cut.
 
     Attributes:
@@ -56,22 +56,40 @@ class MicroBatch:
     data: TensorDict
     model: Layer
 
-    def model_output(self, log_probs: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-        """The model output that carries these leaves [N]."""
+    def with_totals(self, totals: Mapping[str, Any]) -> TensorDict:
+        """The fields, with what was counted over the mini-batch; the tensors are the same, not copies."""
+        data: TensorDict = self.data.clone(recurse=False)
+        for name, value in totals.items():
+            data[name] = NonTensorData(value)
+        return data
+
+    def model_output(self, log_probs: Tensor, entropy: Tensor | None = None) -> dict[str, Tensor]:
+        """The model output that carries these values [N] of the mini-batch's response tokens, differentiably."""
         output = {"log_probs": self.model.lay_out(log_probs, _ELSEWHERE)}
         if entropy is not None:
             output["entropy"] = self.model.lay_out(entropy, -_ELSEWHERE)
         return output
 
 
-def build(batch: MiniBatch, rows: Sequence[int], layout: Layout, width: int | None) -> MicroBatch:
-    """One micro-batch.
+def build(
+    batch: MiniBatch, rows: Sequence[int], layout: Layout = "nested", width: int | None = None
+) -> EngineMicroBatch:
+    """One micro-batch, in any layout: of all rows, what a trainer hands to the engine as the mini-batch.
 
     Args:
         batch: The mini-batch; ``rows`` may name a sequence twice.
         rows: Its sequences.
         layout: ``nested`` (verl v1), ``padded`` (verl v0) or ``packed`` (dense rows with ``segment_ids``).
         width: Padded width of responses or packed rows.
+
+    Example:
+        >>> from trinity_loss.invariance import make_mini_batch
+        >>> batch = make_mini_batch(8)
+        >>> micro_batch = build(batch, [0, 3, 5], "padded")
+        >>> data = micro_batch.with_totals(batch.counted_totals | {"dp_size": 1})
+        >>> model_output = micro_batch.model_output(batch.log_probs.clone().requires_grad_(), batch.entropy)
+        >>> list(data["responses"].shape), model_output["log_probs"].is_nested
+        ([3, 25], True)
     """
     if layout == "packed":
         return _packed(batch, rows, width)
@@ -86,18 +104,18 @@ def build(batch: MiniBatch, rows: Sequence[int], layout: Layout, width: int | No
     if batch.uids is not None:
         fields["uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
     data = TensorDict(fields, batch_size=[len(rows)])
-    return MicroBatch(data, Layer(_model_index(batch, rows), offsets))
+    return EngineMicroBatch(data, Layer(_model_index(batch, rows), offsets))
 
 
 def _token_fields(batch: MiniBatch) -> dict[str, Tensor]:
     return {"response_mask": batch.response_mask, **batch.token_fields}
 
 
-def remembering(most: int = 1024) -> Callable[[MiniBatch, Sequence[int], Layout, int | None], MicroBatch]:
+def remembering(most: int = 1024) -> Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]:
     """A :func:`build` that remembers what it built; for losses that leave their input as it is."""
 
     @lru_cache(maxsize=most)
-    def remember(batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None) -> MicroBatch:
+    def remember(batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None) -> EngineMicroBatch:
         return build(batch, rows, layout, width)
 
     return lambda batch, rows, layout, width: remember(batch, tuple(rows), layout, width)
@@ -137,18 +155,32 @@ def _bounds(lengths: Tensor) -> tuple[int, int]:
     return int(lengths.min()), int(lengths.max())
 
 
-def _jagged_ones(lengths: Tensor) -> Tensor:
-    ones = torch.ones(int(lengths.sum()), dtype=torch.int64)
-    return _jagged(ones, _offsets(lengths), _bounds(lengths))
+def _ids(batch: MiniBatch, rows: Sequence[int]) -> list[Tensor]:
+    """Prompt and response of each sequence, one after the other: twice as many tensors as rows."""
+    sizes = torch.stack([batch.prompt_lengths, batch.response_lengths], 1).reshape(-1)
+    ids = torch.ones(int(sizes.sum()), dtype=torch.int64) if batch.input_ids is None else batch.input_ids
+    pieces = ids.split(sizes.tolist())
+    return [piece for i in rows for piece in pieces[2 * i : 2 * i + 2]]
+
+
+def _jagged_like(values: Tensor, lengths: Tensor) -> Tensor:
+    return _jagged(values, _offsets(lengths), _bounds(lengths))
+
+
+def _positions(lengths: Tensor) -> Tensor:
+    """0, 1, 2, … of each sequence, one after the other."""
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
 
 
 def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[dict[str, Any], Layer, Tensor]:
     index = torch.tensor(list(rows))
     prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
+    ids = _ids(batch, rows)
     fields = {
-        "input_ids": _jagged_ones(prompts + responses),
-        "prompts": _jagged_ones(prompts),
-        "responses": _jagged_ones(responses),
+        "input_ids": _jagged_like(torch.cat(ids), prompts + responses),
+        "position_ids": _jagged_like(_positions(prompts + responses), prompts + responses),
+        "prompts": _jagged_like(torch.cat(ids[::2]), prompts),
+        "responses": _jagged_like(torch.cat(ids[1::2]), responses),
     }
     tokens = torch.cat([_tokens(batch, i) for i in rows])
     return fields, Layer(tokens, _offsets(responses), _bounds(responses)), _offsets(prompts + responses)
@@ -162,26 +194,25 @@ def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[d
     right = width or int(batch.response_lengths.max()) + 1
     position = torch.arange(left + right)
     real = (position >= left - prompts[:, None]) & (position < left + responses[:, None])
-    attention = real.long()
     starts = torch.tensor([batch.starts[i] for i in rows])
     column = torch.arange(right)
     places = torch.where(column < responses[:, None], starts[:, None] + column, batch.num_tokens)
-    offsets = _offsets(prompts + responses)
-    position_ids = (attention.cumsum(1) - 1).clamp(min=0)[real]
+    ids = torch.cat(_ids(batch, rows))
+    rectangle = torch.zeros(real.shape, dtype=torch.int64).masked_scatter(real, ids)
     fields = {
-        "input_ids": _jagged_ones(prompts + responses),
-        "position_ids": _jagged(position_ids, offsets, _bounds(prompts + responses)),
-        "prompts": attention[:, :left].clone(),
-        "responses": attention[:, left:].clone(),
-        "attention_mask": attention,
+        "input_ids": _jagged_like(ids, prompts + responses),
+        "position_ids": _jagged_like(_positions(prompts + responses), prompts + responses),
+        "prompts": rectangle[:, :left].clone(),
+        "responses": rectangle[:, left:].clone(),
+        "attention_mask": real.long(),
         "max_seq_len": NonTensorData(left + right),
         "max_response_len": NonTensorData(right),
         "indices": NonTensorData(torch.nonzero(real.reshape(-1)).reshape(-1)),
     }
-    return fields, Layer(places), offsets
+    return fields, Layer(places), _offsets(prompts + responses)
 
 
-def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> MicroBatch:
+def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> EngineMicroBatch:
     """Several sequences in a row, named by segment ids from 1; every row ends in padding."""
     packs: list[list[int]] = []
     queue, sizes = list(rows), cycle(_SEQUENCES_PER_ROW)
@@ -208,4 +239,4 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> MicroBa
     for name, values in _token_fields(batch).items():
         fields[name] = layer.lay_out(values, _padding(values))
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else layer.lay_out(batch.loss_mask)
-    return MicroBatch(TensorDict(fields, batch_size=[len(packs)]), layer)
+    return EngineMicroBatch(TensorDict(fields, batch_size=[len(packs)]), layer)

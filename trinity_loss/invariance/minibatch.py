@@ -41,6 +41,7 @@ class MiniBatch:
             :class:`trinity_loss.aggregation.Totals`; what is missing is counted.
         cut: How the recorded run cut it: per rank, per micro-batch, the numbers of the sequences.
         group_size: So many consecutive sequences stay together in every cut (verl's ``force_group_size``).
+        input_ids: int64 [M], prompt and response of each sequence in turn, for a model to read; None: ones.
 
     Example:
         >>> batch = MiniBatch(
@@ -68,6 +69,7 @@ class MiniBatch:
     totals: Mapping[str, int] = field(default_factory=dict)
     cut: Ranks | None = None
     group_size: int = 1
+    input_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         sequences, tokens = self.num_sequences, int(self.response_lengths.sum())
@@ -81,6 +83,10 @@ class MiniBatch:
         for name, value in per_token.items():
             if value is not None and value.shape != (tokens,):
                 raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected one per token, [{tokens}]")
+        everything = tokens + int(self.prompt_lengths.sum())
+        if self.input_ids is not None and self.input_ids.shape != (everything,):
+            shape = list(self.input_ids.shape)
+            raise FieldShapeError(f"input_ids has shape {shape}; expected prompts and responses, [{everything}]")
         per_sequence = {"prompt_lengths": self.prompt_lengths, **self.sequence_fields}
         for name, value in per_sequence.items():
             if value.shape[:1] != (sequences,):
@@ -203,6 +209,7 @@ class MiniBatch:
             uids=[uids[i] for i in rows.tolist()],
             totals=self.all_totals,
             cut=None,
+            input_ids=None,
         )
 
     def to(self, dtype: torch.dtype) -> MiniBatch:
