@@ -15,10 +15,10 @@ import shutil
 import signal
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
+from checkpoints import cut_short, last_checkpoint, step_of
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markup import escape
@@ -86,30 +86,6 @@ def keep_previous(folder: Path) -> None:
 
 def checkpoints_of(folder: Path) -> Path:
     return folder / "checkpoints"
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("global_step_"))
-
-
-def last_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint that was written to its end and has not been removed since."""
-    return max(filter(is_complete, checkpoints.glob("global_step_*")), key=step_of, default=None)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether verl's trainer has written ``data.pt``, its last file, and the files of every rank are whole."""
-    found: dict[tuple[str, int], int] = {}
-    for file in checkpoint.glob("actor/*_world_size_*_rank_*.pt"):
-        kind, ranks, _ = re.split("_world_size_|_rank_", file.stem)
-        found[kind, int(ranks)] = found.get((kind, int(ranks)), 0) + 1
-    whole = not cut_short(checkpoint) and (checkpoint / "data.pt").exists()
-    return whole and bool(found) and all(number == ranks for (_, ranks), number in found.items())
-
-
-def cut_short(folder: Path) -> list[Path]:
-    """Return the files below a folder whose writing did not come to its end: torch's have a directory there."""
-    return [file for file in sorted(folder.rglob("*.pt")) if not zipfile.is_zipfile(file)]
 
 
 def replace_file(file: Path, text: str) -> None:

@@ -29,10 +29,11 @@ LOSSES = {
         loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4
     ),
     "cpu_grpo": LossConfig(**PPO, **KL, entropy_coeff=0.001),
+    "cpu_megatron": LossConfig(**PPO, **KL, entropy_coeff=0.001),
     "cpu_prompt_mean": LossConfig(**PPO, **KL, entropy_coeff=0.001, loss_agg_mode="prompt-mean"),
 }
 ON_GPUS = [name for name in LOSSES if not name.startswith("cpu_")]
-ON_CPU = [name for name in ON_GPUS if name != "megatron_grpo"]
+SCALES = {name: "cpu_megatron" if name == "megatron_grpo" else "cpu" for name in ON_GPUS}
 
 
 @pytest.fixture(autouse=True)
@@ -105,18 +106,41 @@ def test_what_makes_the_algorithms_beside_the_loss():
     assert dapo.reward.reward_kwargs.overlong_buffer_cfg.len < dapo.data.max_response_length
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-def test_scaled_down_it_keeps_its_loss(name):
-    config = composed(name, "+scale=cpu")
+@pytest.mark.parametrize("name", SCALES)
+def test_scaled_down_it_keeps_its_loss_and_its_engine(name):
+    config = composed(name, f"+scale={SCALES[name]}")
     accept(config)
+    assert config.actor_rollout_ref.actor.strategy == composed(name).actor_rollout_ref.actor.strategy
     small = trained_by(config).config
     expected = LOSSES[name]
     if expected.loss_scale_factor is not None:
         assert small.loss_scale_factor == config.data.max_response_length == 8
         small = LossConfig(**(vars(small) | {"loss_scale_factor": expected.loss_scale_factor}))
     assert small == expected
-    assert config.actor_rollout_ref.model.path == "runs/toy/model"
+    assert config.actor_rollout_ref.model.path.startswith("runs/toy/model")
     assert config.trainer.device == "cpu"
+
+
+def test_megatrons_layout_and_precision_on_a_cpu():
+    """The layout is the recipe's; both models are what the scale says, and verl's class would refuse that."""
+    config = composed("megatron_grpo", "+scale=cpu_megatron")
+    actor, reference = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    for part in (actor, reference):
+        engine = omega_conf_to_dataclass(part.megatron)
+        assert (engine.dtype, engine.tensor_model_parallel_size) == ("float32", 2)
+        assert engine.vanilla_mbridge
+        assert not engine.override_transformer_config["sequence_parallel"]
+    actor.megatron.dtype = "float64"
+    with pytest.raises(Exception, match="float64 not supported"):
+        omega_conf_to_dataclass(actor.megatron)
+
+
+def test_both_engines_on_a_cpu_get_the_same_task():
+    fsdp, megatron = (OmegaConf.to_container(composed(name)) for name in ("cpu_grpo", "cpu_megatron"))
+    for part in ("algorithm", "data", "reward"):
+        assert fsdp[part] == megatron[part]
+    for part in ("model", "rollout"):
+        assert fsdp["actor_rollout_ref"][part] == megatron["actor_rollout_ref"][part]
 
 
 @pytest.mark.parametrize("name", LOSSES)

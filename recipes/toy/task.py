@@ -1,5 +1,8 @@
 """The toy task: sums to answer, a tokenizer of bytes and a small random Qwen2, made in a second and never downloaded.
 
+Beside ``model`` (259 tokens, two layers) there are ``model_even`` (260 tokens) for tensor parallelism, and
+``model_deep`` (four layers) for virtual pipeline stages.
+
 The reward (`reward.py`) is the share of digits in the answer. A random model scores about 0.04, and its answers
 have all lengths, since half of the punctuation ends an answer.
 """
@@ -9,20 +12,21 @@ import random
 import sys
 from pathlib import Path
 
-SPEC = {"version": 1, "seed": 0, "hidden_size": 64, "layers": 2, "train": 256, "val": 16}
+SPEC = {"version": 2, "seed": 0, "hidden_size": 64, "layers": 2, "train": 256, "val": 16}
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
+UNUSED = "<|unused|>"  # Makes the number of tokens even, which two tensor-parallel ranks share.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'][:1] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a\n{% endif %}"
 )
 
 
-def make_tokenizer():
+def make_tokenizer(special: list[str] = SPECIAL):
     """Return a tokenizer with one token for each byte: verl wants one for a line break and one for <|im_end|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbols = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,18 +39,18 @@ def make_tokenizer():
     )
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, special: list[str] = SPECIAL, layers: int = SPEC["layers"]) -> None:
     """Save a random Qwen2 and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
     torch.manual_seed(SPEC["seed"])
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(special)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=SPEC["hidden_size"],
         intermediate_size=2 * SPEC["hidden_size"],
-        num_hidden_layers=SPEC["layers"],
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -91,6 +95,8 @@ def make(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder / "model")
+    make_model(folder / "model_even", [*SPECIAL, UNUSED])
+    make_model(folder / "model_deep", layers=2 * SPEC["layers"])
     make_prompts(folder / "train.parquet", SPEC["train"], SPEC["seed"])
     make_prompts(folder / "val.parquet", SPEC["val"], SPEC["seed"] + 1)
     done.write_text(json.dumps(SPEC))

@@ -194,24 +194,54 @@ def test_find_error_tells_a_killed_process_from_one_that_ray_ends():
 
 
 def save_checkpoint(checkpoints, step):
+    """As verl's FSDP engine does on two ranks."""
     (checkpoints / f"global_step_{step}" / "actor").mkdir(parents=True)
     for name in ("actor/model_world_size_2_rank_0", "actor/model_world_size_2_rank_1", "data"):
         torch.save({"step": torch.tensor(step)}, checkpoints / f"global_step_{step}" / f"{name}.pt")
 
 
-@pytest.mark.parametrize("file", ["actor/model_world_size_2_rank_1.pt", "data.pt"])
+def save_megatron_checkpoint(checkpoints, step):
+    """As verl's Megatron engine does, in torch's own distributed format."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    actor = checkpoints / f"global_step_{step}" / "actor"
+    weights = {"weight": torch.arange(1000.0), "bias": torch.zeros(3)}
+    (actor / "model/huggingface").mkdir(parents=True)
+    save_file(weights, actor / "model/huggingface/model.safetensors", metadata={"format": "pt"})
+    dcp.save(weights, checkpoint_id=actor / "optimizer/dist_ckpt", no_dist=True)
+    torch.save({}, actor / "optimizer/dist_ckpt/common.pt")
+    (actor / "ckpt_contents.json").write_text("{}")
+    torch.save({}, checkpoints / f"global_step_{step}" / "data.pt")
+
+
+FILES = {
+    save_checkpoint: ("actor/model_world_size_2_rank_1.pt", "data.pt"),
+    save_megatron_checkpoint: (
+        "actor/model/huggingface/model.safetensors",
+        "actor/optimizer/dist_ckpt/__0_0.distcp",
+        "actor/optimizer/dist_ckpt/common.pt",
+        "actor/optimizer/dist_ckpt/.metadata",
+        "actor/ckpt_contents.json",
+        "data.pt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("save", "file"), [(save, file) for save, files in FILES.items() for file in files])
 @pytest.mark.parametrize("harm", ["cut", "remove"])
-def test_the_last_whole_checkpoint_is_taken(file, harm, tmp_path):
-    from train_cpu import last_checkpoint
+def test_the_last_whole_checkpoint_is_taken(save, file, harm, tmp_path):
+    from checkpoints import last_checkpoint
 
     assert last_checkpoint(tmp_path) is None
     for step in (8, 9, 10):
-        save_checkpoint(tmp_path, step)
+        save(tmp_path, step)
     assert last_checkpoint(tmp_path).name == "global_step_10"
     harmed = tmp_path / "global_step_10" / file
     content = harmed.read_bytes()
     harmed.unlink()
-    if harm == "cut":
+    # verl writes its list of contents, and torch its index, when all the rest is there: they are there or not.
+    if harm == "cut" and harmed.suffix in (".pt", ".distcp", ".safetensors"):
         harmed.write_bytes(content[:-30])
     (tmp_path / "latest_checkpointed_iteration.txt").touch()  # Left empty by a full disk.
     assert last_checkpoint(tmp_path).name == "global_step_9"

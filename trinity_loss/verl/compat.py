@@ -160,6 +160,7 @@ POINTS = (
     Point("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "verl/cpu/rollout.py", ("name", "loader")),
     Point("verl.workers.rollout.base:_ROLLOUT_REGISTRY", "verl/cpu/rollout.py", ("__setitem__",)),
     Point(f"{_FSDP}._build_fsdp_module", "verl/cpu/fsdp_engine.py", ("self", "module")),
+    Point("verl.workers.config:McoreEngineConfig", "verl/cpu/megatron_config.py", ("dtype", "vanilla_mbridge")),
     Point(
         "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
         "verl/cpu/sampler.py",

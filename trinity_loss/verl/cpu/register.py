@@ -1,4 +1,4 @@
-"""Registers the CPU's engine, worker and rollout with verl when imported; for demonstration and tests.
+"""Registers the CPU's training worker and rollout with verl when imported; for demonstration and tests.
 
 Meant for ``actor_rollout_ref.model.external_lib``.
 """
@@ -12,8 +12,8 @@ if get_device_name() != "cpu":
         "VERL_USE_EXTERNAL_PLUGINS if that is set"
     )
 
-from trinity_loss.verl.cpu.fsdp_engine import register_workers
 from trinity_loss.verl.cpu.rollout import register_rollout
+from trinity_loss.verl.cpu.training_worker import register_workers
 
 register_workers()
 register_rollout()

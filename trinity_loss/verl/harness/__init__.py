@@ -45,8 +45,7 @@ MODULES = {
 ENVIRONMENTS = {
     "fsdp": {"VERL_PLATFORM": "cpu"},
     "ray": {"VERL_PLATFORM": "cpu"},
-    # verl registers the engine for cuda only.
-    "megatron": {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"},
+    "megatron": {"VERL_PLATFORM": "cpu"},
 }
 # verl finds CUDA by itself. Looking whether it is there must not start it before the ranks do.
 ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -7,11 +7,13 @@ Transformer Engine and NCCL have no CPU counterpart; a case on CUDA has them.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
+from trinity_loss.verl.cpu.megatron_shim import register_bridge
 from trinity_loss.verl.harness.engine_case import EngineCase
 from trinity_loss.verl.harness.launch import main
-from trinity_loss.verl.harness.rank import Job, NamedGradients, recording_worker, run_job
+from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
 
 # Of Megatron's local layers: fused kernels and initialisation on the device are CUDA's.
 TRANSFORMER = {
@@ -31,7 +33,9 @@ def local_layers(case: EngineCase) -> bool:
 def worker_config(case: EngineCase, model: str) -> Any:
     """verl's configuration of the worker: one type everywhere and a learning rate of zero."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
+    from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
+
+    from trinity_loss.verl.cpu.megatron_config import CpuMcoreEngineConfig
 
     transformer = {
         **(TRANSFORMER if local_layers(case) else {}),
@@ -39,7 +43,7 @@ def worker_config(case: EngineCase, model: str) -> Any:
         "sequence_parallel": case.split_norms,
         "calculate_per_token_loss": case.per_token_loss,
     }
-    engine = McoreEngineConfig(
+    engine = CpuMcoreEngineConfig(
         vanilla_mbridge=True,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
@@ -49,9 +53,8 @@ def worker_config(case: EngineCase, model: str) -> Any:
         use_distributed_optimizer=case.distributed_optimizer,
         context_parallel_size=case.sequence_parallel,
         override_transformer_config=transformer,
+        dtype=case.dtype,
     )
-    # The configuration admits half precision only; the engine itself takes any.
-    object.__setattr__(engine, "dtype", case.dtype)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(path=model, use_remove_padding=case.packed),
@@ -131,23 +134,15 @@ def _gather_shards(chunk: Any) -> None:
 
 
 def build(case: EngineCase, model: str) -> Any:
-    """Make the worker in this process; its ``reset`` initialises the engine."""
-    from trinity_loss.verl.harness import megatron_shim
-
-    if local_layers(case):
-        megatron_shim.register_bridge()
-    worker = recording_worker(case, "verl.workers.engine.megatron", read_gradients, read_layout)
-    return worker(worker_config(case, model))
-
-
-def run(job: Job) -> Any:
-    """Run the job, on a machine without CUDA with CUDA redirected to the CPU."""
-    from trinity_loss.verl.harness import megatron_shim
-
-    if job.cases[0].device == "cpu":
-        megatron_shim.redirect()
-    return run_job(job, build)
+    """Make the worker in this process, where CUDA means the CPU from then on if the case asks for that device."""
+    if case.device == "cpu":
+        engine = "trinity_loss.verl.cpu.megatron_engine"
+    else:
+        engine = "verl.workers.engine.megatron"
+        if local_layers(case):
+            register_bridge()
+    return recording_worker(case, engine, read_gradients, read_layout)(worker_config(case, model))
 
 
 if __name__ == "__main__":
-    main(run)
+    main(partial(run_job, build=build))
