@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
+from trinity_loss.errors import ConfigError, FieldShapeError
 from trinity_loss.import_path import find_at
 from trinity_loss.rules import POSITIVE
 from trinity_loss.tokens import ResponseTokens, jagged_parts
@@ -36,45 +36,6 @@ class Ratio:
         """The quotient; 0, with the numerator's graph, where the denominator is 0."""
         quotient = self.numerator / torch.where(self.denominator == 0, 1, self.denominator)
         return quotient.to(self.numerator.dtype)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What the engine, the trainer or the training worker counted over the mini-batch and all ranks.
-
-    Attributes:
-        dp_size: Ranks that the engine averages gradients over.
-        batch_num_tokens: Tokens of ``loss_mask`` (engine).
-        global_batch_size: Sequences, fully masked and synthetic ones included (trainer).
-        batch_num_prompts: Prompt groups (our training worker).
-        batch_num_valid_tokens: Tokens of ``response_mask``, after rejection (our training worker).
-        batch_num_nonempty_sequences: Sequences with a token that counts (our training worker).
-        batch_num_real_sequences: Sequences without synthetic padding rows (our training worker).
-    """
-
-    dp_size: int | None = None
-    batch_num_tokens: int | None = None
-    global_batch_size: int | None = None
-    batch_num_prompts: int | None = None
-    batch_num_valid_tokens: int | None = None
-    batch_num_nonempty_sequences: int | None = None
-    batch_num_real_sequences: int | None = None
-
-    @property
-    def num_valid_tokens(self) -> int | None:
-        """Tokens that metrics are averaged over, None where nobody counted them."""
-        return self.batch_num_tokens if self.batch_num_valid_tokens is None else self.batch_num_valid_tokens
-
-    @property
-    def batch_num_pairs(self) -> int | None:
-        """Pairs of sequences, None where the sequences were not counted.
-
-        Raises:
-            TotalsError: The number of sequences is odd.
-        """
-        if self.global_batch_size is not None and self.global_batch_size % 2:
-            raise TotalsError(f"global_batch_size is {self.global_batch_size}; a loss of pairs needs an even number")
-        return None if self.global_batch_size is None else self.global_batch_size // 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +64,7 @@ class AggregationMode:
 
     @property
     def total(self) -> str | None:
-        """The field of :class:`Totals` that is this mode's denominator; None for a plain sum."""
+        """Name of the count that is this mode's denominator, see :mod:`trinity_loss.totals`; None for a plain sum."""
         raise NotImplementedError
 
     def local_count(self, tokens: ResponseTokens) -> Tensor:

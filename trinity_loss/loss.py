@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.aggregation import AggregationMode, Ratio, Totals
+from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import Term, WithGradient, differentiate
 from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
 from trinity_loss.importance_sampling import add_offpolicy_metrics, add_weight_metrics
@@ -22,13 +22,13 @@ from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import (
     FlatBatch,
     MicroBatch,
-    MicroBatchData,
     local_prompt_ids,
     read_micro_batch,
-    read_totals,
 )
 from trinity_loss.registry import PolicyInputs, TokenLoss
+from trinity_loss.row_values import MicroBatchData
 from trinity_loss.tokens import ResponseTokens
+from trinity_loss.totals import Totals, read_totals
 
 #: Key of each term's metric, and its name among the modes.
 _TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl"}
@@ -193,7 +193,7 @@ class TrinityPolicyLoss:
     ) -> None:
         mode = self._policy_loss.mode
         if mode is None:
-            weights, count, total = tokens.indicator(dtype), tokens.num_tokens, totals.num_valid_tokens
+            weights, count, total = tokens.indicator(dtype), tokens.num_tokens, _num_valid_tokens(totals)
         else:
             weights = mode.token_weights(tokens, dtype)
             count, total = mode.local_count(tokens), self._total(mode, totals)
@@ -231,7 +231,7 @@ class TrinityPolicyLoss:
             finite &= torch.isfinite(batch.read(name))
         bad = ~finite
         share = Ratio(bad.sum(), batch.tokens.num_tokens)
-        metrics.add_ratio("actor/nonfinite_frac", share, batch.totals.num_valid_tokens)
+        metrics.add_ratio("actor/nonfinite_frac", share, _num_valid_tokens(batch.totals))
         return replace(batch, tokens=batch.tokens.reject(bad))
 
     def _combine(self, terms: list[Term], totals: Totals, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
@@ -313,13 +313,13 @@ class EnginePolicyLoss(TrinityPolicyLoss):
 
     def _with_prompt_groups(self, batch: MicroBatch) -> ResponseTokens:
         totals = batch.totals
-        if totals.batch_num_prompts is not None and batch.has("prompt_num_tokens"):
+        if totals.get("batch_num_prompts") is not None and batch.has("prompt_num_tokens"):
             counts, group_num_tokens = batch.tokens.counts, batch.prompt_num_tokens()
             # Which group a sequence belongs to is not said, but no group has more than 1 of such shares.
             shares = (counts / group_num_tokens.clamp(min=1).to(torch.float64)).sum()
             fewest = (shares - 1e-6).ceil().to(torch.int64)
             return replace(batch.tokens, group_num_tokens=group_num_tokens, num_groups=fewest)
-        if totals != Totals():
+        if totals:
             raise TotalsError(
                 "loss_agg_mode 'prompt-mean' needs batch_num_prompts and prompt_num_tokens, counted over the whole "
                 "mini-batch, since a prompt group may be cut; trinity_loss.verl.PolicyLossConfig attaches them"
@@ -337,10 +337,10 @@ class EnginePolicyLoss(TrinityPolicyLoss):
         return super()._scale(mode, count, totals)
 
     def _total(self, mode: AggregationMode, totals: Totals) -> int | None:
-        return 1 if mode.total is None else getattr(totals, mode.total)
+        return 1 if mode.total is None else totals.get(mode.total)
 
     def _check_counts(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch, dp_group: Any) -> None:
-        if dp_group is not None and batch.totals != Totals() and torch.distributed.is_initialized():
+        if dp_group is not None and batch.totals and torch.distributed.is_initialized():
             group_size = torch.distributed.get_world_size(dp_group)
             if group_size != (batch.totals.dp_size or 1):
                 dp_size = "missing" if batch.totals.dp_size is None else batch.totals.dp_size
@@ -357,7 +357,13 @@ class EnginePolicyLoss(TrinityPolicyLoss):
                 )
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], batch: MicroBatch) -> dict[str, Any]:
-        return metrics.engine(numbers, batch.totals.dp_size or 1, nothing_counts=batch.totals.num_valid_tokens == 0)
+        return metrics.engine(numbers, batch.totals.dp_size or 1, nothing_counts=_num_valid_tokens(batch.totals) == 0)
+
+
+def _num_valid_tokens(totals: Totals) -> int | None:
+    """Tokens that metrics are averaged over, None where nobody counted them."""
+    valid = totals.get("batch_num_valid_tokens")
+    return totals.get("batch_num_tokens") if valid is None else valid
 
 
 _warned: set[str] = set()

@@ -12,24 +12,19 @@ The log-probability of response token t stands one place to the left in the mode
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral, Real
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
-from trinity_loss.aggregation import Totals
-from trinity_loss.errors import BatchError, FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.errors import BatchError, FieldShapeError, MissingFieldError
+from trinity_loss.row_values import MicroBatchData, get_value
 from trinity_loss.tokens import ResponseTokens, computing_dtype, is_jagged, jagged_parts
-
-#: A TensorDict, or any mapping.
-MicroBatchData: TypeAlias = Mapping[str, Any]
+from trinity_loss.totals import Rows, Totals, prompt_keys, read_totals
 
 #: How to make verl send a field that is missing.
 _SWITCHES = {
@@ -40,47 +35,6 @@ _SWITCHES = {
 }
 
 _EMPTY_PROMPT = "a prompt is empty; the first response token needs one before it"
-
-
-def get_value(data: MicroBatchData, key: str) -> Any:
-    """The value of ``key`` without its NonTensorData wrapping; a stack becomes a list; None if missing."""
-    value = data.get(key, None)
-    if value is None or isinstance(value, Tensor):
-        return value
-    if isinstance(value, NonTensorStack):
-        return value.tolist()
-    return value.data if isinstance(value, NonTensorData) else value
-
-
-def read_totals(data: MicroBatchData) -> Totals:
-    """Reads what was counted over the mini-batch.
-
-    Args:
-        data: Micro-batch; each field of :class:`Totals` may be an int, a NonTensorData or a one-element
-            tensor, or missing.
-
-    Raises:
-        TotalsError: A value is negative or not a whole number.
-    """
-    return Totals(**{name: _whole_number(name, get_value(data, name)) for name in Totals.__dataclass_fields__})
-
-
-def _whole_number(name: str, value: Any) -> int | None:
-    if value is None or (type(value) is int and value > 0):
-        return value
-    if isinstance(value, Tensor | np.generic | np.ndarray) and np.prod(value.shape) == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Integral | Real) or value != value or value < 0:
-        raise TotalsError(f"{name} is {value!r}; expected a whole number, 0 or more")
-    whole = int(value) if math.isfinite(value) else None  # type: ignore[call-overload]
-    if whole != value or (name == "dp_size" and value == 0):
-        raise TotalsError(f"{name} is {value!r}; expected a whole number{' above 0' if name == 'dp_size' else ''}")
-    return whole
-
-
-def is_padding_row(uid: object) -> bool:
-    """Whether verl's v1 trainer made this row up to make the batch divide evenly."""
-    return str(uid).startswith("pad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -517,14 +471,11 @@ def _padded_index(
 
 
 def _without_padding_rows(tokens: ResponseTokens, data: MicroBatchData) -> ResponseTokens:
-    uids = get_value(data, "uid")
-    if uids is None:
+    if get_value(data, "uid") is None:
         raise MissingFieldError("count_padding_rows=False needs 'uid' to tell the synthetic rows of the batch")
     if tokens.offsets is None:
         raise FieldShapeError("count_padding_rows=False needs one uid per row; packed rows have none")
-    if len(uids) != tokens.num_slots:
-        raise FieldShapeError(f"uid has {len(uids)} entries; expected one per row, {tokens.num_slots}")
-    real = torch.tensor([not is_padding_row(uid) for uid in uids], dtype=torch.bool)
+    real = ~torch.tensor(Rows(tokens, data).synthetic, dtype=torch.bool)
     return replace(tokens, exists=real.to(tokens.mask.device, non_blocking=True))
 
 
@@ -546,24 +497,13 @@ def local_prompt_ids(batch: MicroBatch) -> Tensor:
         return ids.reshape(-1)
     if tokens.offsets is None:
         raise MissingFieldError("packed rows need 'prompt_ids' [rows, T] to tell prompt groups")
-    keys = prompt_keys(data)
+    keys = prompt_keys(Rows(tokens, data))
     if len(keys) != tokens.num_slots:
-        name = "prompts" if get_value(data, "uid") is None else "uid"
-        raise FieldShapeError(f"{name} has {len(keys)} entries; expected one per row, {tokens.num_slots}")
+        raise FieldShapeError(f"prompts has {len(keys)} entries; expected one per row, {tokens.num_slots}")
     return torch.tensor(number_keys(keys), dtype=torch.int64).to(tokens.mask.device)
 
 
-def prompt_keys(data: MicroBatchData) -> list[Any]:
-    """What tells the prompt of each row: its ``uid``, else the prompt's tokens (read to the host)."""
-    uids, prompts = get_value(data, "uid"), get_value(data, "prompts")
-    if uids is not None:
-        return list(uids)
-    if not isinstance(prompts, Tensor):
-        raise MissingFieldError("prompt groups need 'uid' or 'prompts'")
-    return [tuple(row.tolist()) for row in prompts.unbind()]
-
-
-def number_keys(keys: list[Any]) -> list[int]:
+def number_keys(keys: Sequence[Hashable]) -> list[int]:
     """Equal keys as equal numbers, in order of appearance."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

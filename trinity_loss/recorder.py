@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.aggregation import Totals
 from trinity_loss.errors import BatchError, ConfigError, MissingFieldError
 from trinity_loss.invariance.minibatch import MiniBatch, load_mini_batch
 from trinity_loss.loss_config import LossConfig
-from trinity_loss.micro_batch import MicroBatch, MicroBatchData, get_value, read_micro_batch
+from trinity_loss.micro_batch import MicroBatch, read_micro_batch
+from trinity_loss.row_values import MicroBatchData, get_value, row_values
 
 _FIELDS = (
     "advantages",
@@ -105,10 +105,10 @@ def _flat_part(batch: MicroBatch) -> dict[str, Any]:
         if batch.has(name):
             part[name] = batch.raw(name)
     part = {name: value.detach().to("cpu").clone() for name, value in part.items()}
-    uids = get_value(data, "uid")
+    uids = row_values(data, "uid", tokens.num_slots)
     part["uids"] = None if uids is None else [str(uid) for uid in uids]
-    totals = {name: getattr(batch.totals, name) for name in Totals.__dataclass_fields__}
-    part["totals"] = {name: value for name, value in totals.items() if value is not None}
+    dp_size = batch.totals.dp_size
+    part["totals"] = dict(batch.totals.counts) | ({} if dp_size is None else {"dp_size": dp_size})
     return part
 
 

@@ -29,10 +29,10 @@ from trinity.algorithm.policy_loss_fn.rec_policy_loss import RECPolicyLossFn
 from trinity.trainer.verl import losses, workers
 from verl.single_controller.base.decorator import Dispatch, register
 
-from trinity_loss.aggregation import Totals
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
-from trinity_loss.micro_batch import MicroBatchData, get_value, read_totals
+from trinity_loss.row_values import MicroBatchData, get_value
 from trinity_loss.tokens import is_jagged, jagged_parts
+from trinity_loss.totals import Totals, read_totals
 
 _StockLoss = losses.TrinityPolicyLoss
 _StockWorker = workers.TrinityActorRolloutRefWorker
@@ -171,13 +171,14 @@ def _weight(mode: str, data: MicroBatchData, totals: Totals) -> Tensor | float:
         return float(dp_size)
     mask = get_value(data, "response_mask")
     if mode == "token-mean":
-        name, whole = "batch_num_tokens", totals.batch_num_tokens
+        name = "batch_num_tokens"
         flat = jagged_parts(mask)[0] if is_jagged(mask) else mask
         local: Tensor | float = flat.count_nonzero().to(torch.float64)
     elif mode in ("seq-mean-token-mean", "seq-mean-token-sum", "pairs"):
-        name, local, whole = "global_batch_size", float(mask.shape[0]), totals.global_batch_size
+        name, local = "global_batch_size", float(mask.shape[0])
     else:
         raise ConfigError(f"loss_agg_mode is {mode!r}, which Trinity-RFT does not have")
+    whole = totals.get(name)
     if whole is None:
         if dp_size > 1:
             raise TotalsError(f"dp_size is {dp_size} and {name} is missing; with several ranks it is needed")
@@ -187,7 +188,7 @@ def _weight(mode: str, data: MicroBatchData, totals: Totals) -> Tensor | float:
 
 def _check_width(data: MicroBatchData, totals: Totals) -> None:
     mask = get_value(data, "response_mask")
-    if is_jagged(mask) and get_value(data, "max_response_len") is None and totals != Totals():
+    if is_jagged(mask) and get_value(data, "max_response_len") is None and totals:
         raise BatchError(
             "loss_agg_mode 'seq-mean-token-sum-norm' divides by the width that responses are padded to, and in a "
             "jagged micro-batch that is its own longest response: give all micro-batches the same max_response_len"

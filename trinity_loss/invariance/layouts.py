@@ -99,7 +99,7 @@ def build(
         fields[name] = response.lay_out(values, _padding(values))
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else response.lay_out(batch.loss_mask)
     index = torch.tensor(list(rows))
-    for name, values in {**batch.sequence_fields, "prompt_num_tokens": batch.prompt_num_tokens}.items():
+    for name, values in {**batch.sequence_fields, **batch.counts_per_sequence}.items():
         fields[name] = values[index]
     if batch.uids is not None:
         fields["uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
@@ -223,7 +223,8 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> EngineM
     longest = max(sum(batch.starts[i + 1] - batch.starts[i] for i in pack) for pack in packs)
     shape = (len(packs), max(width or 0, longest + 2))
     places = torch.full(shape, batch.num_tokens)
-    segments, group_tokens, groups = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    segments, groups = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    counts = {name: torch.zeros(shape, dtype=torch.int64) for name in batch.counts_per_sequence}
     names = sorted(set(batch.uids)) if batch.uids is not None else []
     for row, pack in enumerate(packs):
         column = 0
@@ -231,11 +232,12 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> EngineM
             here = slice(column, column + batch.starts[i + 1] - batch.starts[i])
             places[row, here] = _tokens(batch, i)
             segments[row, here] = segment
-            group_tokens[row, here] = batch.prompt_num_tokens[i]
+            for name, values in batch.counts_per_sequence.items():
+                counts[name][row, here] = values[i]
             groups[row, here] = 1 + (names.index(batch.uids[i]) if batch.uids is not None else i)
             column = here.stop
     layer = Layer(places)
-    fields = {"segment_ids": segments, "prompt_ids": groups, "prompt_num_tokens": group_tokens}
+    fields = {"segment_ids": segments, "prompt_ids": groups, **counts}
     for name, values in _token_fields(batch).items():
         fields[name] = layer.lay_out(values, _padding(values))
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else layer.lay_out(batch.loss_mask)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.aggregation import Totals
 from trinity_loss.errors import FieldShapeError, MissingFieldError
-from trinity_loss.micro_batch import is_padding_row
+from trinity_loss.tokens import ResponseTokens
+from trinity_loss.totals import Rows, count_names, count_rows
 
 #: ``cut[r][k]`` lists the sequences of micro-batch k on rank r.
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
@@ -38,7 +38,7 @@ class MiniBatch:
         loss_mask: [N], what ``batch_num_tokens`` counts where that is not ``response_mask`` (rejection).
         uids: Names of the prompts, one per sequence; None: every sequence has a prompt of its own.
         totals: What a recorded run said of its mini-batch, by the names of
-            :class:`trinity_loss.aggregation.Totals`; what is missing is counted.
+            :func:`trinity_loss.totals.count_names`; what is missing is counted.
         cut: How the recorded run cut it: per rank, per micro-batch, the numbers of the sequences.
         group_size: So many consecutive sequences stay together in every cut (verl's ``force_group_size``).
         input_ids: int64 [M], prompt and response of each sequence in turn, for a model to read; None: ones.
@@ -132,27 +132,26 @@ class MiniBatch:
         return [sum(counted[a:b]) for a, b in pairwise(self.starts)]
 
     @cached_property
+    def _counted(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+        uids = self.uids or [str(i) for i in range(self.num_sequences)]
+        tokens = ResponseTokens.from_jagged(self.response_mask, torch.tensor(self.starts))
+        num_loss_tokens = None if self.loss_mask is None else self.loss_mask.count_nonzero()
+        return count_rows(Rows(tokens, {**self.sequence_fields, "uid": list(uids)}, num_loss_tokens))
+
+    @property
+    def counts_per_sequence(self) -> dict[str, Tensor]:
+        """Fields int64 [S] that our training worker attaches, such as ``prompt_num_tokens``."""
+        return self._counted[1]
+
+    @property
     def prompt_num_tokens(self) -> Tensor:
         """int64 [S]: tokens that count in the prompt group of each sequence."""
-        uids = self.uids or [str(i) for i in range(self.num_sequences)]
-        counts: dict[str, int] = {}
-        for uid, count in zip(uids, self.valid_counts, strict=True):
-            counts[uid] = counts.get(uid, 0) + count
-        return torch.tensor([counts[uid] for uid in uids], dtype=torch.int64)
+        return self.counts_per_sequence["prompt_num_tokens"]
 
-    @cached_property
+    @property
     def counted_totals(self) -> dict[str, int]:
         """What an engine, its trainer and our training worker count of this mini-batch."""
-        mask = self.response_mask if self.loss_mask is None else self.loss_mask
-        uids = self.uids or [str(i) for i in range(self.num_sequences)]
-        return {
-            "batch_num_tokens": int((mask != 0).sum()),
-            "global_batch_size": self.num_sequences,
-            "batch_num_prompts": len(set(uids)),
-            "batch_num_valid_tokens": sum(self.valid_counts),
-            "batch_num_nonempty_sequences": sum(count > 0 for count in self.valid_counts),
-            "batch_num_real_sequences": sum(not is_padding_row(uid) for uid in uids),
-        }
+        return self._counted[0]
 
     @property
     def all_totals(self) -> dict[str, int]:
@@ -253,7 +252,7 @@ class MiniBatch:
         if missing or unknown:
             wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(map(str, unknown)))}"
             raise MissingFieldError(f"a recorded mini-batch {wrong}; it may have {', '.join(sorted(known))}")
-        unknown = set(plain.get("totals") or {}) - set(Totals.__dataclass_fields__)
+        unknown = set(plain.get("totals") or {}) - {"dp_size", *count_names()}
         if unknown:
             raise MissingFieldError(f"the totals of a recorded mini-batch have {', '.join(sorted(unknown))}")
         return cls(**plain)

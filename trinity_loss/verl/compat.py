@@ -96,19 +96,17 @@ POINTS = (
     ),
     Point(_ENGINE, "verl/harness/rank.py", ("forward_backward_batch", "optimizer_step")),
     # What the trainers and the engines write into a micro-batch.
-    Point("verl.trainer.ppo.ray_trainer:RayPPOTrainer._update_actor", "aggregation.py", says=("global_batch_size=",)),
-    Point(
-        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor", "aggregation.py", says=('"global_batch_size":',)
-    ),
+    Point("verl.trainer.ppo.ray_trainer:RayPPOTrainer._update_actor", "totals.py", says=("global_batch_size=",)),
+    Point("verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor", "totals.py", says=('"global_batch_size":',)),
     Point(
         "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
-        "micro_batch.py",
+        "totals.py",
         says=('f"pad{', '["uid"] = pad_uid'),
     ),
-    Point(f"{_FSDP}.forward_backward_batch", "aggregation.py", says=("batch_num_tokens=", "dp_size=")),
+    Point(f"{_FSDP}.forward_backward_batch", "totals.py", says=("batch_num_tokens=", "dp_size=")),
     Point(
         "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.forward_backward_batch",
-        "aggregation.py",
+        "totals.py",
         says=("batch_num_tokens=", "dp_size=", "num_micro_batch="),
         needs="megatron",
     ),
@@ -148,8 +146,8 @@ POINTS = (
     Point("verl.utils.metric:AggregationType", "metric_set.py", ("SUM", "MEAN", "MIN", "MAX")),
     Point("verl.utils.metric:reduce_metrics", "verl/harness/rank.py", ("metrics",)),
     Point("verl.utils.tensordict_utils:get", "verl/worker.py", ("tensordict", "key", "default")),
-    Point("verl.utils.tensordict_utils:assign_non_tensor", "verl/worker.py", ("tensor_dict", "kwargs")),
-    Point("verl.utils.device:get_device_id", "verl/worker.py"),
+    Point("verl.utils.tensordict_utils:assign_non_tensor", "verl/counting.py", ("tensor_dict", "kwargs")),
+    Point("verl.utils.device:get_device_id", "verl/counting.py"),
     Point("verl.utils.seqlen_balancing:rearrange_micro_batches", "invariance/cuts.py", ("batch", "max_token_len")),
     Point("verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY", "losses_by_name.py"),
     # verl on a CPU.

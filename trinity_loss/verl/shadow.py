@@ -11,7 +11,7 @@ from verl.utils.metric import AggregationType, Metric
 
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.metric_set import moment_key, prefix_key
-from trinity_loss.micro_batch import MicroBatchData
+from trinity_loss.row_values import MicroBatchData
 from trinity_loss.tokens import jagged_parts
 
 _PREFIX = "shadow/"

@@ -6,30 +6,23 @@ verl keeps the class of an actor's training worker in ``ActorRolloutRefWorker.ac
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
 from verl.utils.metric import Metric
 
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
-from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.micro_batch import is_padding_row, prompt_keys
 from trinity_loss.recorder import Recorder
-from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.shadow import ShadowLoss
 
 logger = logging.getLogger(__name__)
@@ -103,8 +96,7 @@ class TrinityWorkerMixin:
     engine: Any
     loss_fn: Any
     recording: Recording | None = None
-    _rows_per_prompt: Counter[bytes] | None = None
-    _warned_of_partial_groups = False
+    _counting: Counting | None = None
     _step = 0
     _mini_batch = 0
 
@@ -114,6 +106,13 @@ class TrinityWorkerMixin:
         if isinstance(self.loss_fn, ShadowLoss):
             return self.loss_fn.ours
         return self.loss_fn if isinstance(self.loss_fn, EnginePolicyLoss) else None
+
+    @property
+    def counting(self) -> Counting:
+        """What counts the mini-batches of this worker."""
+        if self._counting is None:
+            self._counting = Counting()
+        return self._counting
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -138,64 +137,6 @@ class TrinityWorkerMixin:
             folder = recording.folder / f"step-{self._step}" / f"mini-batch-{self._mini_batch}"
             recorder.write(folder, self.engine.get_data_parallel_rank(), loss.config)
 
-    def _needs_prompt_groups(self, loss: EnginePolicyLoss) -> bool:
-        return any(mode.needs_prompt_groups for mode in loss.config.aggregation_modes.values())
-
-    def _attach_counts(self, data: TensorDict, loss: EnginePolicyLoss) -> None:
-        """Counts over the mini-batch and all ranks, in one collective, and attaches the counts."""
-        mask = data["response_mask"]
-        tokens = ResponseTokens.from_jagged(*jagged_parts(mask)) if mask.is_nested else ResponseTokens.from_padded(mask)
-        uids = tu.get(data, "uid")
-        synthetic = 0 if uids is None else sum(map(is_padding_row, uids))
-        counts = torch.stack([tokens.num_tokens, tokens.num_nonempty_sequences, tokens.num_sequences - synthetic])
-        group = self.engine.get_data_parallel_group()
-        if self._needs_prompt_groups(loss):
-            self._attach_prompt_groups(data, tokens, counts, loss.config)
-            return
-        counts = counts.to(get_device_id())
-        torch.distributed.all_reduce(counts, group=group)
-        _assign_counts(data, counts.tolist())
-
-    def _attach_prompt_groups(
-        self, data: TensorDict, tokens: ResponseTokens, counts: torch.Tensor, config: LossConfig
-    ) -> None:
-        keys = hashed_prompts(data)
-        tokens_per_prompt: Counter[bytes] = Counter()
-        for key, count in zip(keys, tokens.counts.tolist(), strict=True):
-            tokens_per_prompt[key] += count
-        local = (counts.tolist(), tokens_per_prompt, Counter(keys))
-        everyone = _all_gather(local, self.engine.get_data_parallel_group())
-        totals = [sum(column) for column in zip(*(theirs for theirs, _, _ in everyone), strict=True)]
-        sizes: Counter[bytes] = Counter()
-        rows: Counter[bytes] = Counter()
-        for _, their_tokens, their_rows in everyone:
-            sizes.update(their_tokens)
-            rows.update(their_rows)
-        _assign_counts(data, totals)
-        # A synthetic row is no prompt, unless it is to count as one.
-        prompts = [
-            key
-            for key in rows
-            if (sizes[key] or config.count_empty_sequences)
-            and (config.count_padding_rows or not key.startswith(_SYNTHETIC))
-        ]
-        tu.assign_non_tensor(data, batch_num_prompts=len(prompts))
-        data["prompt_num_tokens"] = torch.tensor([sizes[key] for key in keys], dtype=torch.int64)
-        self._warn_of_partial_groups(rows)
-
-    def _warn_of_partial_groups(self, rows: Counter[bytes]) -> None:
-        whole = self._rows_per_prompt
-        if whole is None or self._warned_of_partial_groups:
-            return
-        cut = sum(1 for key, count in rows.items() if count < whole[key])
-        if cut:
-            self._warned_of_partial_groups = True
-            warnings.warn(
-                f"{cut} of {len(rows)} prompt groups of this mini-batch are only a part of their group in the "
-                "training batch; prompt-mean averages over the part that the mini-batch holds",
-                stacklevel=2,
-            )
-
 
 def reduce_over_ranks(metrics: dict[str, Any]) -> None:
     """Reduces a mini-batch's ``Metric`` objects to numbers, in place, and finishes what only the whole tells.
@@ -219,33 +160,6 @@ def reduce_over_ranks(metrics: dict[str, Any]) -> None:
     finish_metrics(metrics)
 
 
-_SYNTHETIC = b"synthetic:"
-
-
-def hashed_prompts(data: TensorDict) -> list[bytes]:
-    """What tells the prompt of each row, short and equal on every rank."""
-    return [
-        (_SYNTHETIC if is_padding_row(key) else b"") + hashlib.sha256(repr(key).encode()).digest()
-        for key in prompt_keys(data)
-    ]
-
-
-def _all_gather(item: Any, group: Any) -> list[Any]:
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, item, group=group)
-    return everyone
-
-
-def _assign_counts(data: TensorDict, counts: list[int]) -> None:
-    valid_tokens, nonempty, real = counts
-    tu.assign_non_tensor(
-        data,
-        batch_num_valid_tokens=valid_tokens,
-        batch_num_nonempty_sequences=nonempty,
-        batch_num_real_sequences=real,
-    )
-
-
 def make_training_worker(base: type[Any]) -> type[Any]:
     """A subclass of verl's ``TrainingWorker``, or of a subclass of it, that trains with our loss.
 
@@ -267,17 +181,15 @@ def make_training_worker(base: type[Any]) -> type[Any]:
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_mini_batch(self, data: TensorDict) -> TensorDict:
             self._step, self._mini_batch = self._step + 1, 0
-            self._rows_per_prompt = None
-            if self.our_loss is not None and self._needs_prompt_groups(self.our_loss):
-                everyone = _all_gather(Counter(hashed_prompts(data)), self.engine.get_data_parallel_group())
-                self._rows_per_prompt = sum(everyone, Counter())
+            if self.our_loss is not None:
+                self.counting.begin(data, self.our_loss.config, self.engine.get_data_parallel_group())
             return super().train_mini_batch(data)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: TensorDict) -> TensorDict:
             if self.our_loss is None:
                 return super().train_batch(data)
-            self._attach_counts(data, self.our_loss)
+            self.counting.attach(data, self.our_loss.config, self.engine.get_data_parallel_group())
             self._mini_batch += 1
             with self._recording():
                 output = super().train_batch(data)

@@ -1,0 +1,139 @@
+"""Counts of the mini-batch: one declaration goes through worker, loss and instrument."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from trinity_loss import LossConfig
+from trinity_loss.aggregation import SeqMeanTokenSum
+from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
+from trinity_loss.invariance import check_invariance
+from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.loss import EnginePolicyLoss
+from trinity_loss.totals import Count, GroupCount, Totals, find_count, read_totals, register_count
+from trinity_loss.verl.counting import Counting
+
+LONG = Count("batch_num_long_sequences", "worker", lambda rows: (rows.tokens.counts > 2).sum())
+SESSIONS = GroupCount("batch_num_sessions", "session_num_tokens", "session_ids", lambda rows: rows.required("session"))
+for count in (LONG, SESSIONS):
+    register_count(count)
+
+
+@dataclass(frozen=True)
+class LongMean(SeqMeanTokenSum):
+    """The sum over all tokens, divided by the number of sequences of more than two tokens."""
+
+    @property
+    def total(self):
+        return LONG.name
+
+    def local_count(self, tokens):
+        return (tokens.counts > 2).sum()
+
+
+def rows(*lengths, **fields):
+    """Padded rows of so many counted tokens, as a trainer sends them to a worker."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return TensorDict({"response_mask": mask, **fields}, batch_size=[len(lengths)])
+
+
+def counted(data, config, **kwargs):
+    Counting().attach(data, config, None, **kwargs)
+    return data
+
+
+def in_mode(mode):
+    return LossConfig(loss_agg_mode=f"{__name__}:{mode.__name__}")
+
+
+def test_a_count_of_ones_own_reaches_worker_loss_and_instrument():
+    data = counted(rows(3, 1, 4), in_mode(LongMean))
+    assert read_totals(data).get(LONG.name) == 2
+
+    loss = EnginePolicyLoss(in_mode(LongMean))
+    fields = dict.fromkeys(("old_log_probs", "advantages"), torch.ones(3, 4))
+    log_probs = torch.ones(3, 4, requires_grad=True)
+    values = [
+        loss(
+            model_output={"log_probs": log_probs[i : i + 1]},
+            data={"response_mask": data["response_mask"][i : i + 1], "dp_size": 1, LONG.name: 2}
+            | {name: value[i : i + 1] for name, value in fields.items()},
+        )[0].item()
+        for i in range(3)
+    ]
+    assert sum(values) == -4  # eight tokens of advantage 1 over two long sequences
+
+    assert check_invariance(loss).ok
+
+
+def test_a_count_of_ones_own_is_expected_by_the_instrument():
+    ones = torch.ones(4)
+    batch = MiniBatch(torch.tensor([1, 1]), torch.tensor([3, 1]), ones, -ones)
+    assert batch.counted_totals[LONG.name] == 1
+
+
+@pytest.mark.parametrize("name", ["batch_num_tokens", "dp_size"])
+def test_a_name_that_is_taken_is_refused(name):
+    with pytest.raises(ConfigError, match=f"'{name}' exists already"):
+        register_count(Count(name, "worker", lambda rows: rows.tokens.num_tokens))
+
+
+def test_an_unknown_total_is_refused():
+    with pytest.raises(ConfigError, match=r"total is 'batch_num_words'; expected one of batch_num_tokens, "):
+        find_count("batch_num_words")
+
+
+def test_pairs_are_half_of_the_sequences():
+    assert Totals(counts={"global_batch_size": 6}).get("batch_num_pairs") == 3
+    assert Totals().get("batch_num_pairs") is None
+    with pytest.raises(TotalsError, match="global_batch_size is 5; a loss of pairs needs an even number"):
+        Totals(counts={"global_batch_size": 5}).get("batch_num_pairs")
+
+
+def test_the_worker_counts_what_the_modes_need():
+    data = counted(rows(3, 0, 2, 1, uid=NonTensorStack("a", "b", "pad-1", "a")), LossConfig())
+    totals = read_totals(data)
+    assert {name: totals.get(name) for name in ("batch_num_valid_tokens", "batch_num_nonempty_sequences")} == {
+        "batch_num_valid_tokens": 6,
+        "batch_num_nonempty_sequences": 3,
+    }
+    assert totals.get("batch_num_real_sequences") == 3
+    assert totals.get("batch_num_prompts") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts"),
+    [({}, 3), ({"count_empty_sequences": False}, 2), ({"count_padding_rows": False}, 2)],
+)
+def test_the_worker_counts_prompts(settings, prompts):
+    data = rows(3, 0, 2, 1, uid=NonTensorStack("a", "b", "pad-1", "a"))
+    counted(data, LossConfig(loss_agg_mode="prompt-mean", **settings))
+    assert read_totals(data).get("batch_num_prompts") == prompts
+    assert data["prompt_num_tokens"].tolist() == [4, 0, 2, 4]
+
+
+def test_a_part_of_a_group_is_told_once():
+    counting, config = Counting(), LossConfig(loss_agg_mode="prompt-mean")
+    counting.begin(rows(1, 1, 1, uid=["a", "a", "b"]), config, None)
+    with pytest.warns(UserWarning, match="1 of 2 prompts of this mini-batch are only a part of their group"):
+        counting.attach(rows(1, 1, uid=["a", "b"]), config, None)
+    counting.attach(rows(1, 1, uid=["a", "b"]), config, None)
+
+
+ROWS = [["a", "b"], ("a", "b"), NonTensorStack("a", "b"), NonTensorData(["a", "b"], batch_size=[2])]
+
+
+@pytest.mark.parametrize("uid", ROWS, ids=lambda uid: type(uid).__name__)
+def test_values_per_row_in_every_form(uid):
+    data = counted(rows(3, 1, uid=uid), LossConfig(loss_agg_mode="prompt-mean"))
+    assert data["prompt_num_tokens"].tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "uid", [NonTensorData({"a": 1}, batch_size=[2]), NonTensorData(["a"], batch_size=[2]), torch.zeros(2, 2)], ids=str
+)
+def test_another_form_is_refused(uid):
+    with pytest.raises(FieldShapeError, match=r"^uid .*expected one"):
+        counted(rows(3, 1, uid=uid), LossConfig(loss_agg_mode="prompt-mean"))

@@ -1,0 +1,325 @@
+"""The counts of a whole mini-batch: each declared once, for the worker, the loss and the instrument.
+
+A denominator belongs to the whole mini-batch, which no micro-batch sees. :class:`Count` says how the rows of one
+rank give it, and then all ranks add up; a :class:`GroupCount` counts rows that belong together, which ranks merge by
+what tells the groups. :func:`register_count` adds one, and a mode names it as its ``total``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_loss.errors import ConfigError, MissingFieldError, TotalsError
+from trinity_loss.row_values import MicroBatchData, get_value, row_values
+from trinity_loss.tokens import ResponseTokens
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a mini-batch, of one rank or of all of them: what a count looks at.
+
+    Attributes:
+        tokens: The response tokens, a sequence per row.
+        data: Fields by name.
+        num_loss_tokens: Tokens of ``loss_mask`` where they are not those of ``response_mask``, int64 0-d.
+        count_empty_sequences: Whether a group without any token that counts is a group.
+        count_padding_rows: Whether a group of synthetic rows is a group.
+    """
+
+    tokens: ResponseTokens
+    data: MicroBatchData
+    num_loss_tokens: Tensor | None = None
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
+
+    def values(self, name: str) -> list[Any] | None:
+        """One value per row, see :func:`trinity_loss.row_values.row_values`."""
+        return row_values(self.data, name, self.tokens.num_slots)
+
+    def required(self, name: str) -> list[Any]:
+        """:meth:`values` of a field that has to be there.
+
+        Raises:
+            MissingFieldError: It is not.
+        """
+        values = self.values(name)
+        if values is None:
+            raise MissingFieldError(f"the mini-batch has no {name!r}, which tells its groups; expected one per row")
+        return values
+
+    @cached_property
+    def synthetic(self) -> list[bool]:
+        """Which rows verl's v1 trainer made up."""
+        uids = self.values("uid")
+        return [False] * self.tokens.num_slots if uids is None else [is_padding_row(uid) for uid in uids]
+
+
+def is_padding_row(uid: object) -> bool:
+    """Whether verl's v1 trainer made this row up to make the batch divide evenly."""
+    return str(uid).startswith("pad")
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number that adds up over rows and ranks.
+
+    Attributes:
+        name: Its field of the micro-batch.
+        counted_by: Who counts it over the mini-batch and all ranks: the engine, the trainer, or our training worker.
+        of_rows: What rows of one rank give, int64 0-d.
+    """
+
+    name: str
+    counted_by: Literal["engine", "trainer", "worker"]
+    of_rows: Callable[[Rows], Tensor]
+
+    def total(self, counts: Mapping[str, int]) -> int | None:
+        """The count of the mini-batch among those that were sent, None if it was not."""
+        return counts.get(self.name)
+
+
+class PairCount:
+    """Pairs of sequences, half of the sequences; nobody sends it."""
+
+    name = "batch_num_pairs"
+
+    def total(self, counts: Mapping[str, int]) -> int | None:
+        """The pairs of the mini-batch, None where the sequences were not counted.
+
+        Raises:
+            TotalsError: The number of sequences is odd.
+        """
+        sequences = counts.get("global_batch_size")
+        if sequences is not None and sequences % 2:
+            raise TotalsError(f"global_batch_size is {sequences}; a loss of pairs needs an even number")
+        return None if sequences is None else sequences // 2
+
+
+@dataclass(frozen=True)
+class GroupCount:
+    """A number of groups of rows, which other rows and other ranks may belong to as well.
+
+    Attributes:
+        name: Its field of the micro-batch.
+        per_row: The field [rows] with the tokens of each row's group over the whole mini-batch.
+        ids: The field that names the groups where only a micro-batch is looked at: integers [rows], for packed
+            rows [rows, T].
+        keys: What tells the group of each row, equal on every rank.
+    """
+
+    name: str
+    per_row: str
+    ids: str
+    keys: Callable[[Rows], Sequence[Hashable]]
+    counted_by: ClassVar[Literal["worker"]] = "worker"
+
+    def total(self, counts: Mapping[str, int]) -> int | None:
+        """The count of the mini-batch among those that were sent, None if it was not."""
+        return counts.get(self.name)
+
+
+def prompt_keys(rows: Rows) -> Sequence[Hashable]:
+    """What tells the prompt of each row: its ``uid``, else the prompt's tokens (read to the host).
+
+    Raises:
+        MissingFieldError: There is neither.
+    """
+    uids, prompts = rows.values("uid"), get_value(rows.data, "prompts")
+    if uids is not None:
+        return uids
+    if not isinstance(prompts, Tensor):
+        raise MissingFieldError("prompt groups need 'uid' or 'prompts'")
+    return [tuple(row.tolist()) for row in prompts.unbind()]
+
+
+def _num_real_sequences(rows: Rows) -> Tensor:
+    return rows.tokens.num_sequences - sum(rows.synthetic)
+
+
+_COUNTS: dict[str, Count | PairCount | GroupCount] = {
+    count.name: count
+    for count in (
+        Count(
+            "batch_num_tokens",
+            "engine",
+            lambda rows: rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens,
+        ),
+        Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
+        PairCount(),
+        Count("batch_num_valid_tokens", "worker", lambda rows: rows.tokens.num_tokens),
+        Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
+        Count("batch_num_real_sequences", "worker", _num_real_sequences),
+        GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
+    )
+}
+
+
+def register_count(count: Count | GroupCount) -> None:
+    """Adds a count of your own, which a mode may then name as its ``total``.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if count.name in _COUNTS or count.name == "dp_size":
+        raise ConfigError(f"count {count.name!r} exists already")
+    _COUNTS[count.name] = count
+
+
+def find_count(name: str) -> Count | PairCount | GroupCount:
+    """The count of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in _COUNTS:
+        raise ConfigError(f"total is {name!r}; expected one of {', '.join(_COUNTS)}, see register_count")
+    return _COUNTS[name]
+
+
+def count_names() -> tuple[str, ...]:
+    """Names that a mode's ``total`` may have."""
+    return tuple(_COUNTS)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the engine, the trainer and our training worker said of the mini-batch.
+
+    Attributes:
+        dp_size: Ranks that the engine averages gradients over, None where it did not say.
+        counts: Counts by name, those that were sent.
+    """
+
+    dp_size: int | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def get(self, name: str) -> int | None:
+        """The count of that name over the mini-batch, None where nobody counted it."""
+        return find_count(name).total(self.counts)
+
+    def __bool__(self) -> bool:
+        return self.dp_size is not None or bool(self.counts)
+
+
+def read_totals(data: MicroBatchData) -> Totals:
+    """Reads what was counted over the mini-batch.
+
+    Args:
+        data: Micro-batch; each count may be an int, a NonTensorData or a one-element tensor, or missing.
+
+    Raises:
+        TotalsError: A value is negative or not a whole number.
+    """
+    read = {name: _whole_number(name, get_value(data, name)) for name in ("dp_size", *_COUNTS)}
+    dp_size = read.pop("dp_size")
+    return Totals(dp_size, {name: count for name, count in read.items() if count is not None})
+
+
+def _whole_number(name: str, value: Any) -> int | None:
+    if value is None or (type(value) is int and value > 0):
+        return value
+    if isinstance(value, Tensor | np.generic | np.ndarray) and np.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Integral | Real) or value != value or value < 0:
+        raise TotalsError(f"{name} is {value!r}; expected a whole number, 0 or more")
+    whole = int(value) if math.isfinite(value) else None  # type: ignore[call-overload]
+    if whole != value or (name == "dp_size" and value == 0):
+        raise TotalsError(f"{name} is {value!r}; expected a whole number{' above 0' if name == 'dp_size' else ''}")
+    return whole
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that belong together.
+
+    Attributes:
+        num_tokens: Their tokens that count.
+        num_rows: How many there are.
+        synthetic: Whether verl's trainer made them up.
+    """
+
+    num_tokens: int
+    num_rows: int
+    synthetic: bool
+
+    def __add__(self, other: Group) -> Group:
+        return Group(
+            self.num_tokens + other.num_tokens, self.num_rows + other.num_rows, self.synthetic or other.synthetic
+        )
+
+
+#: Groups of some rows by what tells them, short and equal on every rank.
+Groups = dict[bytes, Group]
+
+
+def hashed_keys(count: GroupCount, rows: Rows) -> list[bytes]:
+    """What tells the group of each row, short and equal on every rank."""
+    return [hashlib.sha256(repr(key).encode()).digest() for key in count.keys(rows)]
+
+
+def find_groups(count: GroupCount, rows: Rows) -> Groups:
+    """The groups of these rows (read to the host)."""
+    keys, tokens = hashed_keys(count, rows), rows.tokens.counts.tolist()
+    parts = zip(keys, tokens, rows.synthetic, strict=True)
+    return merge_groups({key: Group(num_tokens, 1, synthetic)} for key, num_tokens, synthetic in parts)
+
+
+def merge_groups(parts: Iterable[Groups]) -> Groups:
+    """The groups of several lots of rows as those of all of them."""
+    merged: Groups = {}
+    for part in parts:
+        for key, group in part.items():
+            merged[key] = merged[key] + group if key in merged else group
+    return merged
+
+
+def attached_counts(
+    rows: Rows, numbers: Mapping[str, int], groups: Mapping[str, Groups]
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """What a micro-batch is sent, given what was counted over the mini-batch.
+
+    Args:
+        rows: The rows that it goes to.
+        numbers: Counts by name.
+        groups: Groups of the whole mini-batch, by the name of their count.
+
+    Returns:
+        Counts by name, and fields int64 [rows] by name.
+    """
+    counts, per_row = dict(numbers), {}
+    for name, found in groups.items():
+        count = find_count(name)
+        assert isinstance(count, GroupCount)
+        counts[name] = sum(
+            (group.num_tokens > 0 or rows.count_empty_sequences) and (rows.count_padding_rows or not group.synthetic)
+            for group in found.values()
+        )
+        sizes = [found[key].num_tokens for key in hashed_keys(count, rows)]
+        per_row[count.per_row] = torch.tensor(sizes, dtype=torch.int64)
+    return counts, per_row
+
+
+def count_rows(rows: Rows) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """What engine, trainer and worker attach to a mini-batch that consists of these rows alone.
+
+    Groups that nothing tells are left out, as nothing would count them.
+    """
+    numbers, groups = {}, {}
+    for name, count in _COUNTS.items():
+        if isinstance(count, Count):
+            numbers[name] = int(count.of_rows(rows))
+        elif isinstance(count, GroupCount):
+            with contextlib.suppress(MissingFieldError):
+                groups[name] = find_groups(count, rows)
+    return attached_counts(rows, numbers, groups)
