@@ -398,3 +398,11 @@ def test_bypass_mode_reports_what_it_rejected():
             for key in ("rollout_rs", "rollout_rs_token_k1"):
                 assert metrics[f"rollout_corr/{key}_masked_fraction"] == pytest.approx(tokens, rel=1e-10)
                 assert metrics[f"rollout_corr/{key}_seq_masked_fraction"] == pytest.approx(sequences, rel=1e-10)
+
+
+def test_a_clipped_token_that_overflows_pulls_with_nothing():
+    """advantage × ratio is beyond float32, but the clipped value is not: a gradient of 0, not of 0 × infinity."""
+    one = sequence(1, log_probs=[0.0], old_log_probs=[-30.0], advantages=[1e30])
+    got = run(EnginePolicyLoss(LossConfig()), cut((one,)), "nested", with_entropy=False, dtype=torch.float32)
+    assert got.loss == pytest.approx(-1.2e30)
+    assert got.log_prob_grad.abs().max() == 0

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trinity_loss.log_ratio import LOG_RATIO_LIMIT
+from trinity_loss.log_ratio import limited
 from trinity_loss.rules import check, one_of
+from trinity_loss.tokens import at_most, equal
 
 ValueAndDerivative = tuple[Tensor, Tensor]
 
@@ -34,13 +35,12 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 
 def _k3(difference: Tensor) -> ValueAndDerivative:
     # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
-    negative = -difference
-    clamped = negative.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    growth = torch.expm1(clamped)
-    moves = negative.eq_(clamped)
-    unclamped = torch.sub(growth, clamped, out=clamped)
-    value = unclamped.clamp(max=_OUTPUT_LIMIT)
-    return value, growth.neg_().mul_(moves).mul_(unclamped.eq_(value))
+    unlimited = -difference
+    log_ratio = limited(unlimited)
+    growth = log_ratio.expm1()
+    value = growth - log_ratio
+    moves = equal(log_ratio, unlimited) * at_most(value, _OUTPUT_LIMIT)
+    return value.clamp(max=_OUTPUT_LIMIT), -growth * moves
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

@@ -22,27 +22,17 @@ from trinity_loss.registry import (
     register_policy_loss,
 )
 from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, one_of
-from trinity_loss.tokens import ResponseTokens
+from trinity_loss.tokens import ResponseTokens, above, at_most, equal
 
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
 _TINY = 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
 
 
-def _above(left: Tensor, right: Tensor | float) -> Tensor:
-    """1.0 where left > right, else 0.0: a float comparison costs a quarter of a boolean one on a CPU."""
-    return torch.gt(left, right, out=torch.empty_like(left))
-
-
-def _at_most(left: Tensor, right: Tensor | float) -> Tensor:
-    """1.0 where left <= right, else 0.0."""
-    return torch.le(left, right, out=torch.empty_like(left))
-
-
 def _log_ratio(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
-    """The clamped log-ratio, and its derivative with respect to the log-prob: 1.0 where it is not clamped."""
+    """The clamped log-ratio, and 1.0 where it is not clamped, so moves with the log-prob."""
     unlimited = inputs.log_prob - inputs.old_log_prob
     log_ratio = limited(unlimited)
-    return log_ratio, unlimited.eq_(log_ratio)
+    return log_ratio, equal(log_ratio, unlimited)
 
 
 def _metrics(
@@ -62,35 +52,29 @@ def _metrics(
 @register_policy_loss("ppo", "vanilla", analytic=True)
 def ppo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """Clipped policy gradient with dual clip: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1912.09729."""
+    cost = -inputs.advantages
     log_ratio, moves = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    cost = -inputs.advantages
-    plain = cost * ratio
-    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high).mul_(cost)
+    plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     larger = torch.maximum(plain, clipped)
-    # Dual clip: where the advantage is negative the loss is at most c·|A|. Where it is positive the loss is
-    # negative, so the same bound never binds and needs no branch.
-    bound = cost.abs_().mul_(clip_ratio_c)
-    is_clipped = clipped.gt_(plain)
-    is_bounded = _above(larger, bound)
-    # A token is never both: the bound binds above c, where for a negative advantage nothing is clipped.
-    derivative = (1 - is_clipped).sub_(is_bounded).mul_(moves).mul_(plain)
-    values = torch.minimum(larger, bound, out=larger)
+    # Only where the advantage is negative: where it is positive the loss is below 0, and so below the bound.
+    bound = cost.abs() * clip_ratio_c
+    values = torch.minimum(larger, bound)
+    is_clipped, is_bounded = above(clipped, plain), above(larger, bound)
+    derivative = cost * (ratio * moves * equal(values, plain))
     return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, is_clipped, is_bounded))
 
 
 @register_policy_loss("gspo", analytic=True)
 def gspo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """One ratio per sequence, the gradient of each token's own: https://arxiv.org/abs/2507.18071."""
-    advantages, tokens = inputs.advantages, inputs.tokens
+    cost, tokens = -inputs.advantages, inputs.tokens
     log_ratio = inputs.log_prob - inputs.old_log_prob
     of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio))
     ratio = of_sequence.clamp(max=_SEQUENCE_LOG_RATIO_LIMIT).exp()
-    moves = _at_most(of_sequence, _SEQUENCE_LOG_RATIO_LIMIT)
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    is_clipped = _above(clipped, plain)
-    derivative = plain * moves * (1 - is_clipped)
+    plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    is_clipped, moves = above(clipped, plain), at_most(of_sequence, _SEQUENCE_LOG_RATIO_LIMIT)
+    derivative = cost * (ratio * moves * (1 - is_clipped))
     return TokenLoss(torch.maximum(plain, clipped), derivative, **_metrics(ratio, log_ratio, is_clipped))
 
 
@@ -100,9 +84,8 @@ def cispo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float
     log_ratio, _ = _log_ratio(inputs)
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    is_clipped = torch.ne(ratio, weight, out=torch.empty_like(ratio))
     derivative = -weight * inputs.advantages
-    return TokenLoss(derivative * inputs.log_prob, derivative, **_metrics(ratio, log_ratio, is_clipped))
+    return TokenLoss(derivative * inputs.log_prob, derivative, **_metrics(ratio, log_ratio, ratio != weight))
 
 
 @register_policy_loss("sapo", analytic=True, rules={"tau_pos": POSITIVE, "tau_neg": POSITIVE})
@@ -111,7 +94,7 @@ def sapo(inputs: PolicyInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -
     advantages = inputs.advantages
     log_ratio, moves = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    tau = tau_neg + (tau_pos - tau_neg) * _above(advantages, 0.0)
+    tau = tau_neg + (tau_pos - tau_neg) * above(advantages, 0)
     gate = torch.sigmoid(tau * (ratio - 1))
     derivative = -4 * advantages * gate * (1 - gate) * ratio * moves
     return TokenLoss(-4 * advantages * gate / tau, derivative, **_metrics(ratio, log_ratio))
@@ -125,18 +108,16 @@ def gmpo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float)
     sequences that the paper and verl's ``geo_mean`` take; other modes weigh sequences as they say.
     """
     advantages, tokens = inputs.advantages, inputs.tokens
+    good, bad = advantages > 0, advantages < 0
     log_ratio = inputs.log_prob - inputs.old_log_prob
-    clamped = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    sign = advantages.sign()
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    loss = -tokens.mean_per_sequence(advantages) * tokens.mean_per_sequence(pessimistic).exp()
+    bounded = torch.where(good, log_ratio.clamp(max=clip_ratio_high), log_ratio.clamp(min=-clip_ratio_low))
+    geometric_mean = tokens.mean_per_sequence(torch.where(good | bad, bounded, 0)).exp()
+    loss = -tokens.mean_per_sequence(advantages) * geometric_mean
     if inputs.rollout_is_weights is not None:
         loss = loss * tokens.mean_per_sequence((inputs.rollout_is_weights + 1e-10).log()).exp()
-    with torch.no_grad():
-        is_clipped = torch.ne(log_ratio, clamped).to(log_ratio.dtype)
-        higher, lower = is_clipped * _above(advantages, 0.0), is_clipped * _above(-advantages, 0.0)
-        ratio = limited_exp(log_ratio)
-        metrics = _metrics(ratio, log_ratio, higher, lower)
+    log_ratio = log_ratio.detach()
+    is_clipped = (log_ratio < -clip_ratio_low) | (log_ratio > clip_ratio_high)
+    metrics = _metrics(limited_exp(log_ratio), log_ratio, is_clipped & good, is_clipped & bad)
     return TokenLoss(tokens.per_token(loss), **metrics)
 
 
@@ -147,13 +128,14 @@ def gpg(inputs: PolicyInputs) -> TokenLoss:
     return TokenLoss(derivative * inputs.log_prob, derivative)
 
 
-def _dppo(inputs: PolicyInputs, keeps_rise: Tensor, keeps_fall: Tensor, clip_ratio_c: float) -> TokenLoss:
-    """DPPO's loss, given 1.0 where a token's divergence allows its probability to rise, and to fall."""
+def _dppo(inputs: PolicyInputs, may_rise: Tensor, may_fall: Tensor, clip_ratio_c: float) -> TokenLoss:
+    """DPPO's loss, given where a token's divergence allows its probability to rise, and to fall."""
     log_ratio, _ = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    keeps = torch.lerp(keeps_fall, keeps_rise, _above(inputs.advantages, 0.0))
-    derivative = -inputs.advantages * ratio.clamp(max=clip_ratio_c) * keeps
-    metrics = _metrics(ratio, log_ratio, 1 - keeps, _above(ratio, clip_ratio_c) * keeps)
+    is_good = inputs.advantages > 0
+    keeps = is_good & may_rise | ~is_good & may_fall
+    derivative = torch.where(keeps, -inputs.advantages * ratio.clamp(max=clip_ratio_c), 0)
+    metrics = _metrics(ratio, log_ratio, ~keeps, (ratio > clip_ratio_c) & keeps)
     return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
 
 
@@ -161,7 +143,7 @@ def _dppo(inputs: PolicyInputs, keeps_rise: Tensor, keeps_fall: Tensor, clip_rat
 def dppo_tv(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """Masks tokens by the total variation of the binary policy: https://arxiv.org/abs/2602.04879."""
     change = inputs.log_prob.exp() - inputs.old_log_prob.exp()
-    return _dppo(inputs, _at_most(change, clip_ratio_high), _at_most(-change, clip_ratio_low), clip_ratio_c)
+    return _dppo(inputs, change <= clip_ratio_high, change >= -clip_ratio_low, clip_ratio_c)
 
 
 @register_policy_loss("dppo_kl", analytic=True)
@@ -170,9 +152,9 @@ def dppo_kl(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: flo
     prob, old_prob = inputs.log_prob.exp(), inputs.old_log_prob.exp()
     log_of_rest = torch.log((1 - old_prob + _TINY) / (1 - prob + _TINY))
     divergence = old_prob * (inputs.old_log_prob - inputs.log_prob) + (1 - old_prob) * log_of_rest
-    keeps_rise = torch.maximum(_at_most(divergence, clip_ratio_high), _at_most(prob, old_prob))
-    keeps_fall = torch.maximum(_at_most(divergence, clip_ratio_low), _at_most(old_prob, prob))
-    return _dppo(inputs, keeps_rise, keeps_fall, clip_ratio_c)
+    may_rise = (divergence <= clip_ratio_high) | (prob <= old_prob)
+    may_fall = (divergence <= clip_ratio_low) | (prob >= old_prob)
+    return _dppo(inputs, may_rise, may_fall, clip_ratio_c)
 
 
 @register_policy_loss("dro", analytic=True, rules={"dro_beta": POSITIVE})
@@ -196,9 +178,9 @@ def importance_sampling(inputs: PolicyInputs) -> TokenLoss:
 def topr(inputs: PolicyInputs, *, advantage_threshold: float = 0.0) -> TokenLoss:
     """Truncates the ratio at 1 for answers that are not good: https://arxiv.org/abs/2503.14286."""
     log_ratio, _ = _log_ratio(inputs)
-    is_good = _above(inputs.advantages, advantage_threshold)
-    truncated = (inputs.log_prob - inputs.old_log_prob).clamp(max=0.0).exp()
-    alpha = torch.lerp(truncated, torch.ones_like(truncated), is_good)
+    is_good = above(inputs.advantages, advantage_threshold)
+    truncated = (inputs.log_prob - inputs.old_log_prob).clamp(max=0).exp()
+    alpha = is_good + (1 - is_good) * truncated
     derivative = -alpha * inputs.advantages
     metrics = _metrics(log_ratio.exp(), log_ratio)
     metrics["means"]["actor/topr_alpha"] = alpha
@@ -217,7 +199,7 @@ def sppo(inputs: PolicyInputs, *, epsilon: float = 0.3) -> TokenLoss:
     """The log-ratio, of tokens whose ratio is between 1 / (1 + epsilon) and 1 + epsilon (Trinity-RFT)."""
     log_ratio, _ = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    in_range = _at_most(ratio, 1 + epsilon) * _at_most(-ratio, -1 / (1 + epsilon))
+    in_range = at_most(ratio, 1 + epsilon) * at_most(-ratio, -1 / (1 + epsilon))
     derivative = -inputs.advantages * in_range
     return TokenLoss(derivative * log_ratio, derivative, **_metrics(ratio, log_ratio, 1 - in_range))
 
@@ -257,22 +239,19 @@ def rec(
     of_sequence = ratio
     if clip_mode == "gspo-one-side" or weight == "gspo_importance_sampling":
         of_sequence = tokens.per_token(tokens.mean_per_sequence(log_ratio).clamp(max=LOG_RATIO_LIMIT)).exp()
-    good, bad = _at_most(-advantages, 0.0), _at_most(advantages, 0.0)
-
-    def one_side(clipped: Tensor) -> Tensor:
-        return torch.maximum(_at_most(clipped, 1 + epsilon_high) * good, _at_most(-clipped, epsilon_low - 1) * bad)
-
-    two_sides = _at_most(ratio, 1 + epsilon_high) * _at_most(-ratio, epsilon_low - 1)
+    good, bad = advantages >= 0, advantages <= 0
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    two_sides = (ratio >= low) & (ratio <= high)
     if clip_mode == "none":
-        keeps = torch.ones_like(ratio)
+        keeps = torch.ones_like(two_sides)
     elif clip_mode == "two-side":
         keeps = two_sides
     elif clip_mode == "ring":
-        far_below = good * _at_most(ratio, 1 - epsilon_low_prime)
-        far_above = bad * _at_most(-ratio, -1 - epsilon_high_prime)
-        keeps = torch.maximum(two_sides, torch.maximum(far_below, far_above))
+        far = good & (ratio <= 1 - epsilon_low_prime) | bad & (ratio >= 1 + epsilon_high_prime)
+        keeps = two_sides | far
     else:
-        keeps = one_side(of_sequence if clip_mode == "gspo-one-side" else ratio)
+        clipped = of_sequence if clip_mode == "gspo-one-side" else ratio
+        keeps = good & (clipped <= high) | bad & (clipped >= low)
 
     if weight == "importance_sampling":
         advantages = advantages * ratio
@@ -281,14 +260,14 @@ def rec(
     elif weight == "advantage":
         advantages = advantages * (advantages / temp).exp()
 
-    derivative = -advantages * keeps
+    derivative = torch.where(keeps, -advantages, 0)
     values = derivative * inputs.log_prob
     if regularizer == "forward-kl":
         values, derivative = values - regularizer_coef * inputs.log_prob, derivative - regularizer_coef
     elif regularizer == "k2":
         values = values + regularizer_coef * log_ratio.square()
         derivative = derivative + 2 * regularizer_coef * log_ratio
-    return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, 1 - keeps))
+    return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, ~keeps))
 
 
 @register_policy_loss("sft", fields=(), analytic=True)
@@ -333,7 +312,7 @@ def dpo(inputs: PolicyInputs, *, beta: float = 0.1, label_smoothing: float = 0.0
             f"loss_mode 'dpo' got {tokens.num_slots} rows; expected pairs, chosen and rejected one after the other, "
             "one sequence per row (verl keeps pairs together with force_group_size=2)"
         )
-    log_ratio = tokens.sum_per_sequence((inputs.log_prob - inputs.fields["ref_log_prob"]) * tokens.mask)
+    log_ratio = tokens.sum_per_sequence(tokens.select(inputs.log_prob - inputs.fields["ref_log_prob"]))
     chosen, rejected = log_ratio[::2], log_ratio[1::2]
     margin = beta * (chosen - rejected)
     losses = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(margin)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.rules import NUMBER, Rule, check
-from trinity_loss.tokens import ResponseTokens
+from trinity_loss.tokens import ResponseTokens, as_numbers
 
 #: Arguments that LossConfig has a field of its own for.
 CLIP_ARGUMENTS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
@@ -130,6 +130,12 @@ class PolicyLoss:
         result = self.fn(inputs, **arguments)
         if isinstance(result, Tensor):
             result = TokenLoss(result)
+        dtype = inputs.log_prob.dtype
+        means, maxima, minima = (
+            {name: as_numbers(values, dtype) for name, values in metrics.items()}
+            for metrics in (result.means, result.maxima, result.minima)
+        )
+        result = replace(result, means=means, maxima=maxima, minima=minima)
         if self.mode is None and result.values.shape != inputs.log_prob.shape:
             raise ConfigError(
                 f"the policy loss returned shape {list(result.values.shape)}; expected one value per response "

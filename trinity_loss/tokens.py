@@ -42,6 +42,31 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in that type; booleans become 0 and 1."""
+    # By way of bytes: a conversion of booleans costs four times as much on a CPU.
+    return (values.view(torch.uint8) if values.dtype == torch.bool else values).to(dtype)
+
+
+def above(left: Tensor, right: Tensor | float) -> Tensor:
+    """1.0 where left > right, else 0.0: a mask that multiplies, as of :func:`at_most` and :func:`equal`.
+
+    On a CPU a boolean mask costs 5 multiplications and ``torch.where`` 30. With both a whole call of ``ppo`` takes
+    1.24 times as long, with boolean masks alone 1.15 times.
+    """
+    return torch.gt(left, right, out=torch.empty_like(left))
+
+
+def at_most(left: Tensor, right: Tensor | float) -> Tensor:
+    """1.0 where left <= right, else 0.0: a mask that multiplies."""
+    return torch.le(left, right, out=torch.empty_like(left))
+
+
+def equal(left: Tensor, right: Tensor) -> Tensor:
+    """1.0 where left = right, else 0.0: a mask that multiplies."""
+    return torch.eq(left, right, out=torch.empty_like(left))
+
+
 def group_labels(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers equal keys 0, 1, 2, … in ascending order, without reading anything back to the host.
 
@@ -304,8 +329,7 @@ class ResponseTokens:
 
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
-        # From bytes: a conversion from bool costs six times as much on a CPU.
-        return self._once(dtype, lambda: self.mask.view(torch.uint8).to(dtype))
+        return self._once(dtype, lambda: as_numbers(self.mask, dtype))
 
     def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
         """Σ values × weights, both [n] or 0-d, without a graph, 0-d. One buffer serves all such sums."""
