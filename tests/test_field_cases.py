@@ -32,8 +32,10 @@ from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours,
 from verl.utils.metric import AggregationType, Metric
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
+from trinity_loss.aggregation import TokenMean, aggregation_mode_names, find_aggregation_mode
+from trinity_loss.errors import ConfigError
 from trinity_loss.metrics import importance_sampling_metrics
-from trinity_loss.registry import policy_loss_names
+from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -696,7 +698,97 @@ def test_local_means_are_the_same_without_a_cut(mode, layout):
         assert emitted[key] == pytest.approx(right, rel=1e-10, abs=1e-14), key
 
 
+@pytest.mark.parametrize(
+    ("field", "bad", "expected"),
+    [
+        ("loss_mode", 3, "a name"),
+        ("loss_agg_mode", None, "a name"),
+        ("clip_ratio", "0.2", "a finite number, 0 or more"),
+        ("clip_ratio_low", [0.2], "null or a finite number, 0 or more"),
+        ("clip_ratio_c", "3", "a number above 1"),
+        ("loss_args", "tau=1", "a mapping"),
+        ("entropy_coeff", "0", "a finite number"),
+        ("entropy_agg_mode", True, "null or a name"),
+        ("use_kl_loss", "no", "true or false"),
+        ("kl_loss_coef", True, "a finite number"),
+        ("kl_loss_type", ["k1"], "one of kl"),
+        ("count_empty_sequences", "false", "true or false"),
+        ("count_padding_rows", 0, "true or false"),
+        ("count_rejected_tokens", None, "true or false"),
+        ("nonfinite", None, "one of error, neutral"),
+        ("rollout_metrics", True, "one of null, token, sequence, geometric"),
+        ("rollout_metrics_upper", "2", "a finite number above 0"),
+    ],
+)
+def test_34_every_field_has_a_type(field, bad, expected):
+    """Words for booleans, text for numbers, a list for a word: refused when the configuration is made."""
+    with pytest.raises(ConfigError, match=rf"{field} is .*; expected {expected}"):
+        LossConfig(**{field: bad})
+
+
+def bool_mean(inputs):
+    return TokenLoss(-inputs.advantages * inputs.log_prob, means={"actor/good": inputs.advantages > 0})
+
+
+def integer_maximum(inputs):
+    lengths = inputs.tokens.per_token(inputs.tokens.counts)
+    return TokenLoss(-inputs.advantages * inputs.log_prob, maxima={"actor/length_max": lengths})
+
+
+def values_and_metrics(inputs):
+    return -inputs.advantages * inputs.log_prob, {}
+
+
+def metric_with_min(inputs):
+    return TokenLoss(-inputs.advantages * inputs.log_prob, means={"actor/num_minima": inputs.log_prob})
+
+
+def of_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    return log_prob.sum(), {}
+
+
+NO_FUNCTION = 3.0
+
+
+class OverNothing(TokenMean):
+    total = "batch_num_wishes"
+
+
+def test_37_a_users_function_is_looked_at_before_the_first_step():
+    samples = token_losses([1, 1, -1], [5])
+    settings = in_mode("token-mean", loss_mode=f"{__name__}:bool_mean")
+    assert run_ours(settings, pieces(samples), "nested").metrics["actor/good"] == ALIKE(0.25)
+    settings = in_mode("token-mean", loss_mode=f"{__name__}:integer_maximum")
+    assert run_ours(settings, pieces(samples), "nested").metrics["actor/length_max"] == 3
+    for name, says in (
+        ("values_and_metrics", "returned a tuple of a tensor"),
+        ("metric_with_min", "'actor/num_minima' is a ratio, but verl reduces a key of this name as a min"),
+        ("of_verl", "verl's own policy losses"),
+        ("NO_FUNCTION", "is a float; expected a function"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{__name__}:{name}.*{says}"):
+            LossConfig(loss_mode=f"{__name__}:{name}")
+    with pytest.raises(ConfigError, match="OverNothing': total is 'batch_num_wishes'; expected one of"):
+        LossConfig(loss_agg_mode=f"{__name__}:OverNothing")
+
+
+def clamping(inputs):
+    inputs.old_log_prob.clamp_(min=-1)
+    return -inputs.advantages * (inputs.log_prob - inputs.old_log_prob)
+
+
+def test_38_a_users_function_writes_into_its_inputs():
+    with pytest.raises(ConfigError, match=r"clamping.*writes into"):
+        LossConfig(loss_mode=f"{__name__}:clamping")
+
+
 def test_every_loss_mode_is_in_the_oracle():
     """A loss mode that the oracle does not know is a loss mode without a test."""
-    known = {name for name in policy_loss_names() if not name.startswith("docs-")}
-    assert known <= set(POLICY_LOSSES) | {"dpo", "bypass_mode"}
+    known = {name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("trinity_loss.")}
+    assert known == set(POLICY_LOSSES) | {"dpo", "bypass_mode"}
+
+
+def test_every_mode_is_in_the_oracle():
+    """A mode that the oracle does not know is a mode without a test."""
+    known = {name for name in aggregation_mode_names() if find_aggregation_mode(name).__module__.startswith("trinity")}
+    assert known == set(MODES)

@@ -268,12 +268,20 @@ def make_aggregation_mode(
     Raises:
         ConfigError: Unknown name; a divisor missing, not positive, not finite or without use.
     """
-    mode = find_aggregation_mode(loss_agg_mode)(
-        loss_scale_factor=loss_scale_factor,
-        count_empty_sequences=count_empty_sequences,
-        count_padding_rows=count_padding_rows,
-        count_rejected_tokens=count_rejected_tokens,
-    )
+    make = find_aggregation_mode(loss_agg_mode)
+    try:
+        mode = make(
+            loss_scale_factor=loss_scale_factor,
+            count_empty_sequences=count_empty_sequences,
+            count_padding_rows=count_padding_rows,
+            count_rejected_tokens=count_rejected_tokens,
+        )
+    except TypeError as error:
+        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}, which makes no mode: {error}") from error
+    if not isinstance(mode, AggregationMode):
+        raise ConfigError(
+            f"loss_agg_mode is {loss_agg_mode!r}, which makes a {type(mode).__name__}; expected an AggregationMode"
+        )
     mode._check_scale_factor(loss_agg_mode)
     return mode
 

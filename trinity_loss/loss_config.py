@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any
 
+import torch
+
 import trinity_loss.policy
 import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
 from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
@@ -15,6 +17,7 @@ from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.registry import PolicyLoss, get_policy_loss
 from trinity_loss.rules import BOOLEAN, NOT_NEGATIVE, NUMBER, POSITIVE, TEXT, Rule, check, number, one_of, optional
+from trinity_loss.trial import check_metrics, trial_tokens, try_mode, try_policy_loss
 
 #: What each field must be, beside what other fields and the loss ask for.
 _RULES: dict[str, Rule] = {
@@ -39,6 +42,12 @@ _RULES: dict[str, Rule] = {
     "rollout_metrics_upper": POSITIVE,
     "rollout_metrics_lower": POSITIVE,
 }
+
+
+_REJECTS = (
+    "count_rejected_tokens is False, but the loss itself may reject tokens: how many of the mini-batch stay is not "
+    "known while its first micro-batch is computed"
+)
 
 
 def _naming_unknown_fields(cls: type[LossConfig]) -> type[LossConfig]:
@@ -124,13 +133,26 @@ class LossConfig:
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
         rejects = self.policy_loss.rejects or self.nonfinite == "neutral"
         if rejects and not self.count_rejected_tokens:
-            raise ConfigError(
-                "count_rejected_tokens is False, but the loss itself may reject tokens: how many of the mini-batch "
-                "stay is not known while its first micro-batch is computed"
-            )
+            raise ConfigError(_REJECTS)
         object.__setattr__(self, "loss_args", dict(self.loss_args))
         self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
-        self.aggregation_modes  # noqa: B018  (makes the modes, which checks them)
+        with torch.inference_mode(False):
+            self._try()
+
+    def _try(self) -> None:
+        """Calls the loss and the modes on two sequences, which finds what no field shows."""
+        loss, modes = self.policy_loss, self.aggregation_modes
+        for result in try_policy_loss(self.loss_mode, loss, self.policy_arguments):
+            check_metrics(self.loss_mode, result, "rollout_corr/" if self.rollout_metrics else None)
+            if result.kept is not None and not self.count_rejected_tokens:
+                raise ConfigError(_REJECTS)
+        names = {"pg": "loss_agg_mode", "entropy": "entropy_agg_mode", "kl": "kl_agg_mode"}
+        for tokens in trial_tokens():
+            values = tokens.indicator(torch.float32)
+            for term, mode in modes.items():
+                if mode is not loss.mode:
+                    name = getattr(self, names[term])
+                    try_mode(names[term] if name else "loss_agg_mode", name or self.loss_agg_mode, mode, values, tokens)
 
     @property
     def policy_loss(self) -> PolicyLoss:

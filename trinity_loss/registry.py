@@ -14,15 +14,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
 from trinity_loss.metric_set import MetricSet
-from trinity_loss.rules import NUMBER, Rule, check
+from trinity_loss.rules import BOOLEAN, NUMBER, TEXT, Rule, check
 from trinity_loss.tokens import ResponseTokens, as_numbers
 
 #: Arguments that LossConfig has a field of its own for.
@@ -44,6 +46,12 @@ class PolicyInputs:
     log_prob: Tensor
     fields: Mapping[str, Tensor]
     rollout_is_weights: Tensor | None = None
+
+    def versions(self) -> list[int]:
+        """How often each tensor was written into."""
+        tensors = [self.log_prob, self.tokens.mask, *self.fields.values()]
+        tensors += [] if self.rollout_is_weights is None else [self.rollout_is_weights]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     @property
     def old_log_prob(self) -> Tensor:
@@ -115,9 +123,7 @@ class PolicyLoss:
                 raise ConfigError(
                     f"loss_args has {name!r}, but loss_mode {loss_mode!r} takes {', '.join(own) or 'none'}"
                 )
-            rule = self.rules.get(name)
-            if rule is None and isinstance(value, int | float) and not isinstance(value, bool):
-                rule = NUMBER
+            rule = self.rules.get(name) or _rule_of(own[name], value)
             if rule is not None:
                 check(f"loss_args[{name!r}]", value, rule)
         missing = [k for k, v in own.items() if v is inspect.Parameter.empty and k not in given]
@@ -127,21 +133,72 @@ class PolicyLoss:
             self.validate(given)
 
     def __call__(self, inputs: PolicyInputs, **arguments: Any) -> TokenLoss:
+        """What the function returns, in tensors of the inputs' dtype.
+
+        Raises:
+            ConfigError: It is no :class:`TokenLoss`, or the function wrote into its inputs.
+        """
+        before = inputs.versions()
         result = self.fn(inputs, **arguments)
+        if inputs.versions() != before:
+            raise ConfigError("the policy loss writes into its inputs, which other terms read too; let it copy")
+        return self._as_token_loss(result, inputs.log_prob)
+
+    def _as_token_loss(self, result: Any, log_prob: Tensor) -> TokenLoss:
         if isinstance(result, Tensor):
             result = TokenLoss(result)
-        dtype = inputs.log_prob.dtype
-        means, maxima, minima = (
-            {name: as_numbers(values, dtype) for name, values in metrics.items()}
-            for metrics in (result.means, result.maxima, result.minima)
-        )
-        result = replace(result, means=means, maxima=maxima, minima=minima)
-        if self.mode is None and result.values.shape != inputs.log_prob.shape:
+        if not isinstance(result, TokenLoss):
             raise ConfigError(
-                f"the policy loss returned shape {list(result.values.shape)}; expected one value per response "
-                f"token, {list(inputs.log_prob.shape)}"
+                f"the policy loss returned {_kind(result)}; expected one value per response token, or a TokenLoss"
             )
-        return result
+        per_token = log_prob.shape
+        values = _as_numbers("values", result.values, log_prob, per_token if self.mode is None else None)
+        derivative, kept = result.derivative, result.kept
+        if self.analytic or derivative is not None:
+            derivative = _as_numbers("derivative", derivative, log_prob, per_token)
+        if kept is not None:
+            kept = _as_numbers("kept", kept, log_prob, per_token)
+        # A mean may be one number per pair, as the values are; a largest or smallest is one of tokens.
+        means, maxima, minima = (
+            {name: _as_numbers(f"metric {name!r}", metric, log_prob, shape, spread=True) for name, metric in of.items()}
+            for of, shape in (
+                (result.means, values.shape),
+                (result.maxima, per_token),
+                (result.minima, per_token),
+            )
+        )
+        maxima, minima = ({name: metric.expand(per_token) for name, metric in of.items()} for of in (maxima, minima))
+        return replace(
+            result, values=values, derivative=derivative, kept=kept, means=means, maxima=maxima, minima=minima
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(map(_kind, value))}"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _as_numbers(name: str, values: Any, log_prob: Tensor, shape: torch.Size | None, *, spread: bool = False) -> Tensor:
+    """Values as a tensor of the log-probs' dtype; its shape is ``shape``, or 0-d where ``spread``."""
+    if spread and isinstance(values, bool | int | float):
+        values = torch.full((), values, dtype=log_prob.dtype, device=log_prob.device)
+    if not isinstance(values, Tensor) or values.is_complex():
+        raise ConfigError(f"{name} of the policy loss is {_kind(values)}; expected a tensor of real numbers")
+    if shape is not None and values.shape != shape and not (spread and values.dim() == 0):
+        raise ConfigError(
+            f"{name} of the policy loss has shape {list(values.shape)}; expected {list(shape)}, one number for each "
+            "response token"
+        )
+    return values if values.dtype == log_prob.dtype else as_numbers(values, log_prob.dtype)
+
+
+def _rule_of(default: Any, value: Any) -> Rule | None:
+    """The rule of an argument without one: a value of the default's kind, and in any case a finite number."""
+    for kind, rule in ((bool, BOOLEAN), (int | float, NUMBER), (str, TEXT)):
+        if isinstance(default, kind):
+            return rule
+    return NUMBER if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 _LOSSES: dict[str, PolicyLoss] = {}
@@ -192,7 +249,7 @@ def register_policy_loss(
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
         loss = PolicyLoss(
-            fn, fields, analytic, weighs_itself, rejects, rules or {}, validate, mode, _keyword_arguments(fn)
+            fn, fields, analytic, weighs_itself, rejects, rules or {}, validate, mode, _keyword_arguments(fn, names[0])
         )
         for name in names:
             if name in _LOSSES:
@@ -203,8 +260,31 @@ def register_policy_loss(
     return register
 
 
-def _keyword_arguments(fn: PolicyLossFn) -> dict[str, Any]:
-    return {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+def _keyword_arguments(fn: PolicyLossFn, name: str) -> dict[str, Any]:
+    """Keyword-only arguments of a loss with their defaults.
+
+    Raises:
+        ConfigError: It is no function of one :class:`PolicyInputs`.
+    """
+    expected = "expected a function of one PolicyInputs, other arguments keyword-only"
+    if not callable(fn) or isinstance(fn, type):
+        what = f"the class {fn.__name__}" if isinstance(fn, type) else f"a {type(fn).__name__}"
+        raise ConfigError(f"loss_mode {name!r} is {what}; {expected}")
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss_mode {name!r} cannot be looked at ({error}); {expected}") from error
+    if {"log_prob", "response_mask", "loss_agg_mode"} <= set(parameters):
+        raise ConfigError(
+            f"loss_mode {name!r} has the signature of verl's own policy losses, ({', '.join(parameters)}), and "
+            f"aggregates by itself; {expected}, one loss per token (without our policy_loss._target_, verl takes it "
+            "under the name that its register_policy_loss gives it)"
+        )
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    bound = [p.name for p in positional[1:] if p.default is p.empty]
+    if bound or not (positional or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())):
+        raise ConfigError(f"loss_mode {name!r} takes ({', '.join(parameters)}); {expected}")
+    return {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
 def policy_loss_names() -> tuple[str, ...]:
@@ -223,11 +303,18 @@ def get_policy_loss(loss_mode: str) -> PolicyLoss:
     if loss_mode in _LOSSES:
         return _LOSSES[loss_mode]
     if ":" in loss_mode:
-        fn = find_at("loss_mode", loss_mode)
-        # A function that was registered keeps what it was registered with.
-        registered = next((loss for loss in _LOSSES.values() if loss.fn is fn), None)
-        return registered or PolicyLoss(fn, arguments=_keyword_arguments(fn))
+        return _at_place(loss_mode, find_at("loss_mode", loss_mode))
     raise ConfigError(
         f"loss_mode is {loss_mode!r}; expected one of {', '.join(_LOSSES)}, or a function of your own as "
         "'package.module:function'"
     )
+
+
+def _at_place(loss_mode: str, fn: Any) -> PolicyLoss:
+    """The loss of a function; one that was registered keeps what it was registered with, bound arguments or not."""
+    for loss in _LOSSES.values():
+        if loss.fn is fn:
+            return loss
+        if isinstance(fn, partial) and loss.fn is fn.func:
+            return replace(loss, fn=fn, arguments=_keyword_arguments(fn, loss_mode))
+    return PolicyLoss(fn, arguments=_keyword_arguments(fn, loss_mode))

@@ -1,0 +1,179 @@
+"""A policy loss and its aggregation modes, tried on sequences made here when a configuration is made.
+
+What a loss returns is known when it is called, and its first call should not be the first step of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.aggregation import AggregationMode
+from trinity_loss.errors import ConfigError
+from trinity_loss.metric_set import MetricSet, check_metric_name
+from trinity_loss.registry import PolicyInputs, PolicyLoss, TokenLoss
+from trinity_loss.tokens import ResponseTokens
+from trinity_loss.totals import find_count
+
+#: What else is logged under ``actor/``, by this package and by verl.
+_TAKEN = {
+    *("pg_loss", "entropy_loss", "kl_loss", "kl_coef", "nonfinite_frac", "micro_batches"),
+    *("loss", "grad_norm", "lr", "mfu", "entropy", "reward_kl_penalty", "reward_kl_penalty_coeff"),
+}
+_TAKEN_PREFIXES = ("trinity_loss/", "shadow/", "perf/")
+
+
+def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, Any]) -> Iterator[TokenLoss]:
+    """Calls a loss on two sequences (two groups of them, for a loss of groups), then with one of them fully masked.
+
+    Args:
+        loss_mode: Its name, for errors.
+        loss: The loss.
+        arguments: Its keyword arguments.
+
+    Yields:
+        What it returned.
+
+    Raises:
+        ConfigError: It fails, writes into its inputs, returns something else than :class:`TokenLoss` describes, or
+            numbers that are not finite.
+    """
+    for tokens in _sequences(1 if loss.mode is None else loss.mode.group_size):
+        inputs = _inputs(tokens, loss)
+        known = _tensors(inputs)
+        before = {name: tensor.detach().clone() for name, tensor in known.items()}
+        try:
+            with torch.set_grad_enabled(not loss.analytic), torch.random.fork_rng(devices=[]):
+                result = loss(inputs, **arguments)
+        except ConfigError as error:
+            raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"loss_mode {loss_mode!r} failed on two short sequences that it was tried on: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        written = [name for name, tensor in known.items() if not torch.equal(tensor, before[name])]
+        if written:
+            raise ConfigError(f"loss_mode {loss_mode!r} writes into {written[0]}, which others read too: let it copy")
+        for name, values in (("values", result.values), ("derivative", result.derivative)):
+            if values is not None and not bool(torch.isfinite(values).all()):
+                raise ConfigError(
+                    f"loss_mode {loss_mode!r} gives {name} {values.tolist()} for counts {tokens.counts.tolist()} of "
+                    "tokens; expected finite numbers, at uncounted tokens and in a fully masked sequence too"
+                )
+        yield result
+
+
+def check_metrics(loss_mode: str, result: TokenLoss, taken_prefix: str | None) -> None:
+    """Raises :class:`ConfigError` where a metric's name says another kind, stands twice or is another metric's.
+
+    Args:
+        loss_mode: Whose metrics, for errors.
+        result: What the loss returned.
+        taken_prefix: What no name may begin with, beside what is logged anyway.
+    """
+    added = MetricSet()
+    names = [*result.means, *result.maxima, *result.minima]
+    try:
+        for kind, metrics in (("ratio", result.means), ("max", result.maxima), ("min", result.minima)):
+            for name in metrics:
+                check_metric_name(name, kind)  # type: ignore[arg-type]
+        if result.add_metrics is not None:
+            result.add_metrics(added)
+    except Exception as error:
+        raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
+    names += [*added.entries, *added.statistics, *added.constants]
+    prefixes = _TAKEN_PREFIXES if taken_prefix is None else (*_TAKEN_PREFIXES, taken_prefix)
+    seen = set(_TAKEN)
+    for name in names:
+        # verl puts actor/ before a key that does not begin with it.
+        key = name.removeprefix("actor/")
+        if key in seen or key.startswith(prefixes):
+            raise ConfigError(f"loss_mode {loss_mode!r} has a metric {name!r}, which another metric overwrites")
+        seen.add(key)
+
+
+def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, tokens: ResponseTokens) -> None:
+    """Aggregates token losses once.
+
+    Args:
+        field: Which field of the configuration, for errors.
+        name: What it is.
+        mode: The mode of that name.
+        values: Token losses [N], or one value per group.
+        tokens: Their tokens.
+
+    Raises:
+        ConfigError: It fails, its total is unknown, or its count or weights are no such thing.
+    """
+    try:
+        if mode.total is not None:
+            find_count(mode.total)
+        count = mode.local_count(tokens)
+        numerator, weights = mode.numerator(values, tokens), None
+        weights = mode.token_weights(tokens, values.dtype) if mode.is_linear else mode.linearize(values, tokens)[1]
+    except Exception as error:
+        said = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{field} is {name!r}: {said}{error}") from error
+    for what, given, shape in (
+        ("local_count", count, ()),
+        ("numerator", numerator, ()),
+        ("token weights", weights, values.shape),
+    ):
+        if not isinstance(given, Tensor) or given.shape != shape:
+            got = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise ConfigError(f"{field} is {name!r}, whose {what} is {got}; expected a tensor of shape {list(shape)}")
+        if not bool(torch.isfinite(given).all()) or (what == "local_count" and bool(given < 0)):
+            raise ConfigError(f"{field} is {name!r}, whose {what} is {given.tolist()}; expected finite numbers")
+
+
+def trial_tokens() -> tuple[ResponseTokens, ...]:
+    """What modes are tried on: two sequences, each its own prompt group; then one of them fully masked."""
+    return tuple(tokens.with_prompt_groups(torch.arange(tokens.num_slots)) for tokens in _sequences(1))
+
+
+def _sequences(group_size: int) -> Iterator[ResponseTokens]:
+    lengths = torch.tensor([3, 2] * group_size)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    mask = torch.ones(int(offsets[-1]), dtype=torch.bool)
+    mask[1] = False
+    yield ResponseTokens.from_jagged(mask, offsets)
+    mask = mask.clone()
+    mask[int(offsets[group_size]) :] = False
+    yield ResponseTokens.from_jagged(mask, offsets)
+
+
+def _inputs(tokens: ResponseTokens, loss: PolicyLoss) -> PolicyInputs:
+    weights = tokens.indicator(torch.float32)
+    steps = torch.arange(tokens.size) % 3
+    fields = {name: weights.clone() for name in loss.fields}
+    fields |= {
+        name: values * weights
+        for name, values in (
+            ("old_log_probs", -1 - 0.1 * steps),
+            ("ref_log_prob", -1.2 - 0.1 * steps),
+            ("rollout_log_probs", -1.1 - 0.1 * steps),
+            ("advantages", 1.0 - steps),
+        )
+        if name in fields
+    }
+    log_prob = (-0.9 - 0.2 * steps) * weights
+    if not loss.analytic:
+        log_prob.requires_grad_()
+    return PolicyInputs(tokens, log_prob, fields, weights.clone() if bool(tokens.counts.all()) else None)
+
+
+def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
+    tokens = inputs.tokens
+    assert tokens.offsets is not None
+    known = {f"inputs.fields[{name!r}]": values for name, values in inputs.fields.items()}
+    known |= {"inputs.log_prob": inputs.log_prob, "inputs.tokens.mask": tokens.mask}
+    known |= {"inputs.tokens.counts": tokens.counts, "inputs.tokens.offsets": tokens.offsets}
+    known |= {"inputs.tokens.lengths": tokens.lengths, "inputs.tokens.sequence": tokens.sequence}
+    known |= {"inputs.tokens.indicator": tokens.indicator(inputs.log_prob.dtype)}
+    if inputs.rollout_is_weights is not None:
+        known["inputs.rollout_is_weights"] = inputs.rollout_is_weights
+    return known
