@@ -47,6 +47,11 @@ NAN, INF = float("nan"), float("inf")
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_is_batch_normalize": True}}, "is not known while"),
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": "token_k9"}}, "token_k9"),
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": "token_k1"}}, "rollout_rs_threshold is None"),
+        ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": ["token_k1"]}}, "rollout_rs.*null or a name"),
+        (
+            {"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.5}},
+            "'0.5'; for seq_sum_k1 expected 1 or more",
+        ),
         ({"loss_mode": "bypass_mode", "count_rejected_tokens": False}, "count_rejected_tokens"),
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore'"),
         ({"nonfinite": "neutral", "count_rejected_tokens": False}, "count_rejected_tokens"),

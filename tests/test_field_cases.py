@@ -29,6 +29,7 @@ from batches import (
 )
 from oracle import MODES, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.metric import AggregationType, Metric
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
@@ -792,3 +793,40 @@ def test_every_mode_is_in_the_oracle():
     """A mode that the oracle does not know is a mode without a test."""
     known = {name for name in aggregation_mode_names() if find_aggregation_mode(name).__module__.startswith("trinity")}
     assert known == set(MODES)
+
+
+RULES = [f"{of}_{k}" for of in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
+RULES.remove("seq_max_k1")
+
+
+@pytest.mark.parametrize("weights", [None, "token", "sequence"])
+@pytest.mark.parametrize("rule", RULES)
+def test_43_rollout_correction_has_verls_metrics(rule, weights):
+    """verl's keys, all of them and no others, with verl's values on a batch in one piece; under cuts the same."""
+    samples = tuple(s for s in make_sequences(9, seed=4) if s.tokens)
+    threshold = "0.5_2" if rule.endswith("k1") else "0.1"
+    settings = in_mode("token-mean", loss_mode="bypass_mode")
+    settings["loss_args"] = {"rollout_rs": rule, "rollout_rs_threshold": threshold, "rollout_is": weights}
+    settings["loss_args"] |= {"rollout_is_threshold": "0.5_1.5"} if weights == "token" else {}
+
+    def padded(values):
+        width = max(s.length for s in samples)
+        return torch.tensor([[*getattr(s, values), *[0] * (width - s.length)] for s in samples], dtype=torch.float64)
+
+    right = compute_rollout_correction_and_rejection_mask(
+        padded("log_probs"),
+        padded("old_log_probs"),
+        padded("mask"),
+        rollout_is=weights,
+        rollout_is_threshold=settings["loss_args"].get("rollout_is_threshold", 2.0),
+        rollout_rs=rule,
+        rollout_rs_threshold=threshold,
+    )[2]
+    assert 0 < right["rollout_corr/rollout_rs_masked_fraction"] < 1
+    for micro, ranks_ in ((1, 1), (3, 1), (2, 2)):
+        metrics = run_ours(settings, cut(samples, micro, ranks_, "uneven"), "nested", counts=True).metrics
+        ours = {key: x for key, x in metrics.items() if key.startswith("rollout_corr/")}
+        assert ours.keys() == right.keys()
+        for key, expected in right.items():
+            # verl adds 1e-8 to what it divides by, and takes fractions in float32.
+            assert ours[key] == pytest.approx(expected, rel=1e-6, abs=1e-7), key

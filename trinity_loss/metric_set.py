@@ -80,8 +80,11 @@ def check_metric_name(name: str, kind: Kind) -> None:
     """Raises :class:`ConfigError` where verl's driver would reduce ``name`` as something else than ``kind``.
 
     Across mini-batches verl takes the maximum of keys that contain ``max``, the minimum of those that
-    contain ``min``, the mean of the others.
+    contain ``min``, the mean of the others. verl's own keys of its statistics ``seq_max_k2`` and ``seq_max_k3`` are
+    the one exception: they keep their names, and of several mini-batches verl reports the largest value of each.
     """
+    if "rollout_rs_seq_max_k" in name:
+        return
     expected = "max" if "max" in name else "min" if "min" in name else "ratio"
     if kind != expected:
         raise ConfigError(

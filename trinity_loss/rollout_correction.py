@@ -20,7 +20,7 @@ from trinity_loss.log_ratio import LogRatio, limited
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.policy import ppo
 from trinity_loss.registry import PolicyInputs, TokenLoss, register_policy_loss
-from trinity_loss.rules import Rule, one_of
+from trinity_loss.rules import TEXT, Rule, one_of, optional
 
 _PREFIX = "rollout_corr/"
 _STATISTICS = tuple(
@@ -69,11 +69,6 @@ class Rejection:
     low: float
     high: float
 
-    @property
-    def metric(self) -> str:
-        """What its metrics' keys begin with; verl's ``seq_max`` would make verl take maxima of means."""
-        return f"{_PREFIX}rollout_rs_{self.name.replace('max', 'largest')}"
-
     def statistic(self, log_ratio: LogRatio) -> Tensor:
         """Its value for each token [N] or, for a statistic of sequences, for each sequence [S]."""
         tokens, values = log_ratio.tokens, limited(log_ratio.values)
@@ -121,6 +116,8 @@ def parse_rejections(rollout_rs: str | None, rollout_rs_threshold: str | float |
 def _make_rejection(name: str, spec: str) -> Rejection:
     lower, upper = _parse_bounds("rollout_rs_threshold", spec)
     if name.endswith("k1"):
+        if lower is None and upper < 1:
+            raise ConfigError(f"rollout_rs_threshold is {spec!r}; for {name} expected 1 or more, or 'lower_upper'")
         return Rejection(name, math.log(1 / upper if lower is None else lower), math.log(upper))
     if lower is not None:
         raise ConfigError(f"rollout_rs_threshold is {spec!r}; {name} has an upper bound only")
@@ -149,7 +146,8 @@ def _is_parsed(parse: Any) -> Any:
     rejects=True,
     rules={
         "loss_type": one_of("ppo_clip", "reinforce"),
-        "rollout_is": Rule(lambda value: value in (None, "token", "sequence"), "null, token or sequence"),
+        "rollout_is": one_of(None, "token", "sequence"),
+        "rollout_rs": optional(TEXT),
         "rollout_is_threshold": Rule(_is_parsed(parse_weight_threshold), "a number above 0, or 'lower_upper'"),
         "rollout_is_batch_normalize": Rule(
             lambda value: value is False,
@@ -224,14 +222,13 @@ def bypass_mode(
 def _add_rejection_metrics(
     metrics: MetricSet, log_ratio: LogRatio, rejection: Rejection, statistic: Tensor, keeps: Tensor
 ) -> None:
-    tokens, name = log_ratio.tokens, rejection.metric
+    tokens, name = log_ratio.tokens, f"{_PREFIX}rollout_rs_{rejection.name}"
     of_tokens = rejection.name.startswith("token")
     per_sequence = tokens.mean_per_sequence(statistic) if of_tokens else statistic
     per_token = statistic if of_tokens else tokens.per_token(statistic)
     where = log_ratio.token_weights if of_tokens else log_ratio.nonempty
     nonempty = log_ratio.nonempty
-    high = (statistic > rejection.high).to(statistic.dtype)
-    low = (statistic < rejection.low).to(statistic.dtype)
+    high, low = statistic > rejection.high, statistic < rejection.low
     floor = 0.0 if rejection.low == -math.inf else rejection.low
     metrics.add_moments(per_token, log_ratio.token_weights, {f"{name}_mean": "mean"})
     metrics.add_moments(per_token.clamp(floor, rejection.high), log_ratio.token_weights, {f"{name}_std": "std"})
@@ -239,6 +236,9 @@ def _add_rejection_metrics(
     metrics.add_extreme(f"{name}_min", "min", extreme_of(statistic, where > 0, "min"))
     metrics.add_moments(high, where, {f"{name}_fraction_high": "mean"})
     metrics.add_moments(low, where, {f"{name}_fraction_low": "mean"})
+    metrics.add_moments((per_sequence > rejection.high), nonempty, {f"{name}_seq_fraction_high": "mean"})
+    if rejection.low > -math.inf:
+        metrics.add_moments((per_sequence < rejection.low), nonempty, {f"{name}_seq_fraction_low": "mean"})
     metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
     metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
     metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
