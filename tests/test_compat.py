@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trinity_loss
+from trinity_loss.errors import ConfigError
 from trinity_loss.verl import compat
 
 PACKAGE = Path(trinity_loss.__file__).parent
@@ -95,7 +96,7 @@ def test_verl_itself_is_always_needed(monkeypatch):
 
 def test_another_version_is_named(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda _: "1.0.0")
-    with pytest.warns(UserWarning, match=r"tested beside verl 0\.9\.1; this is verl 1\.0\.0"):
+    with pytest.warns(UserWarning, match=r"tested beside verl 0\.9\.0 and 0\.9\.1; this is verl 1\.0\.0"):
         compat.warn_if_untested()
 
 
@@ -103,7 +104,19 @@ def test_the_tested_version_is_the_installed_and_the_pinned_one():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compat.warn_if_untested()
-    assert f"verl=={compat.TESTED}" in (PACKAGE.parent / "pyproject.toml").read_text()
+    assert '"verl>=0.9.0,<0.9.2"' in (PACKAGE.parent / "pyproject.toml").read_text()
+    assert f"verl=={compat.TESTED[-1]}\n" in (PACKAGE.parent / "requirements" / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("old", ["0.8.0", "0.7.1.dev0"])
+def test_an_old_version_is_refused_in_one_sentence(old, monkeypatch):
+    """Where a configuration names the class, and where a worker would look for verl's place."""
+    monkeypatch.setattr(compat, "version", lambda _: old)
+    import trinity_loss.verl
+
+    for ask in (lambda: trinity_loss.verl.PolicyLossConfig, compat.check_version):
+        with pytest.raises(ConfigError, match=rf"^verl {old} is too old: trinity_loss needs verl 0\.9\.0 or later$"):
+            ask()
 
 
 def test_the_adapter_warns_once_where_it_is_imported():

@@ -10,8 +10,9 @@ from oracle import Sample, evaluate
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.cli import main
 from trinity_loss.invariance import check_invariance
+from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.recorder import Recorder, load_recording
+from trinity_loss.recorder import Provenance, Recorder
 
 SAMPLES = make_sequences(12, seed=3)
 SETTINGS = {"loss_agg_mode": "prompt-mean", "entropy_coeff": 0.01, "use_kl_loss": True}
@@ -28,7 +29,7 @@ def record(folder, config: LossConfig, samples: Sequence[Sample], ranks: int = 2
         recorder = Recorder(2**20)
         for batch in micro_batches:
             recorder.add({"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}, batch.data)
-        recorder.write(folder, rank, config)
+        recorder.write(folder, Provenance("run", 1, 1, rank, ranks), config)
 
 
 @pytest.mark.parametrize("loss", [EnginePolicyLoss, TrinityPolicyLoss])

@@ -1,6 +1,8 @@
 """The Hydra selection, composed from verl's own configuration and instantiated as a worker does it."""
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -198,3 +200,24 @@ def test_the_recipe_composes_and_selects_the_loss():
     assert loss.config.use_kl_loss
     assert loss.config.entropy_coeff > 0
     assert replace(loss.config, loss_mode="ppo").policy_loss is loss.config.policy_loss
+
+
+def test_a_worker_loads_nothing_of_the_instrument():
+    """What instantiating the configuration imports, in a process of its own: no file that judges or measures."""
+    code = f"""
+import sys
+from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", overrides=["{TARGET}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"])
+omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+import trinity_loss.trinity_rft
+print(*sorted(name for name in sys.modules if name.startswith("trinity_loss.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[-1].split()
+    assert {"trinity_loss.recorder", "trinity_loss.verl.worker", "trinity_loss.verl.shadow"} <= set(loaded)
+    instrument = {"invariance", "bench", "verify", "doctor", "cli", "engine_check", "losses_by_name", "tables"}
+    unneeded = ("trinity_loss.verl.harness", "trinity_loss.verl.cpu", "trinity_loss.verl.composed")
+    assert [n for n in loaded if n.split(".")[1] in instrument or n.startswith(unneeded)] == []

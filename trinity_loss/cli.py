@@ -188,7 +188,7 @@ def _run_verify(arguments: argparse.Namespace) -> bool:
         raise ConfigError("--engine makes its own mini-batch: a recorded one has no tokens for a model to read")
     batch = None
     if arguments.batch is not None:
-        from trinity_loss.recorder import load_recording
+        from trinity_loss.invariance.recorded import load_recording
 
         batch = load_recording(arguments.batch)
     options = Options(

@@ -107,8 +107,8 @@ def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[s
     from verl.workers.utils.losses import ppo_loss
 
     from trinity_loss.errors import ConfigError
+    from trinity_loss.verl.choice import engine_loss
     from trinity_loss.verl.composed import actor_config
-    from trinity_loss.verl.worker import engine_loss
 
     bound: Any = ppo_loss
     if (distillation or {}).get("enabled"):
@@ -130,17 +130,12 @@ def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[s
 def _worker_classes() -> tuple[str, list[str]]:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from trinity_loss.verl.worker import TrinityWorkerMixin
+    from trinity_loss.verl.choice import name_of
+    from trinity_loss.verl.worker import TrinityWorkerMixin, subclasses
 
-    chosen = ActorRolloutRefWorker.actor_worker_cls
-    pending, around = list(ActorRolloutRefWorker.__subclasses__()), []
-    while pending:
-        worker = pending.pop()
-        pending += worker.__subclasses__()
-        own = vars(worker).get("actor_worker_cls")
-        if own is not None and not issubclass(own, TrinityWorkerMixin):
-            around.append(f"{worker.__module__}.{worker.__name__}")
-    return f"{chosen.__module__}.{chosen.__name__}", around
+    own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
+    around = [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
+    return name_of(ActorRolloutRefWorker.actor_worker_cls), around
 
 
 def look_in_ray_worker(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:

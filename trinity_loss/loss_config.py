@@ -20,7 +20,7 @@ from trinity_loss.rules import BOOLEAN, NOT_NEGATIVE, NUMBER, POSITIVE, TEXT, Ru
 from trinity_loss.trial import check_metrics, trial_tokens, try_mode, try_policy_loss
 
 #: What each field must be, beside what other fields and the loss ask for.
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "loss_mode": TEXT,
     "loss_agg_mode": TEXT,
     "clip_ratio": NOT_NEGATIVE,
@@ -128,7 +128,7 @@ class LossConfig:
     rollout_metrics_lower: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
+        for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
         rejects = self.policy_loss.rejects or self.nonfinite == "neutral"

@@ -98,6 +98,8 @@ def _title(family: str, loss_mode: str, mode: str, scale: Any) -> str:
 
 
 def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+    from omegaconf import OmegaConf
+
     from trinity_loss.verl.composed import TARGET, actor_config, token_budgets
     from trinity_loss.verl.policy_loss_config import loss_config
 
@@ -107,7 +109,7 @@ def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) ->
     if mode is not None:
         policy_loss["loss_agg_mode"] = mode
     actor = actor_config(config, policy_loss, **changes)
-    made = loss_config(actor)
+    made = loss_config(actor, OmegaConf.select(config, "algorithm.rollout_correction"))
     name = _title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor)
     return Candidate(name, EnginePolicyLoss(made), token_budgets(actor), made.aggregation_modes["pg"].group_size)
 

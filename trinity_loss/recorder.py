@@ -1,18 +1,20 @@
-"""Records the mini-batches of a run, one file per rank, so that a check can replay them offline.
+"""Records the mini-batches of a run, one file per rank, as plain data: tensors, numbers and text.
 
-A recording is a folder with ``rank-0.pt``, ``rank-1.pt``, … (:meth:`MiniBatch.to_dict` of that rank's part,
-with the cut that the engine made) and ``config.json``, the :class:`trinity_loss.LossConfig` that trained.
+A recording is a folder with ``rank-0.pt``, ``rank-1.pt``, …, each rank's part with the cut that the engine made and
+with :class:`Provenance`, and ``config.json``, the :class:`trinity_loss.LossConfig` that trained.
+:mod:`trinity_loss.invariance.recorded` reads it.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
-import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import BatchError, ConfigError, MissingFieldError
-from trinity_loss.invariance.minibatch import MiniBatch, load_mini_batch
+from trinity_loss.errors import BatchError, MissingFieldError
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch
-from trinity_loss.row_values import MicroBatchData, get_value, row_values
+from trinity_loss.row_values import MicroBatchData, get_value
+from trinity_loss.totals import GroupCount, Rows, count_names, find_count, prompt_keys
 
-_FIELDS = (
-    "advantages",
-    "old_log_probs",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "loss_mask",
-)
+#: Fields of a micro-batch that are recorded as tokens, where they are there.
+_TOKEN_FIELDS = ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a rank's part of a mini-batch comes from; every part of one mini-batch says the same but for ``rank``.
+
+    Attributes:
+        run: Name of the run; one that goes on from a checkpoint is another.
+        training_step: As verl logs it.
+        mini_batch: Counted from 1 within the training step.
+        rank: Data-parallel rank.
+        ranks: How many of them there are.
+    """
+
+    run: str
+    training_step: int
+    mini_batch: int
+    rank: int
+    ranks: int
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the mini-batch, within that of the recordings."""
+        return Path(f"step-{self.training_step}", f"mini-batch-{self.mini_batch}")
 
 
 class Recorder:
@@ -54,21 +74,23 @@ class Recorder:
         if batch.tokens.offsets is None:
             raise BatchError("a packed micro-batch cannot be recorded: its rows are not sequences")
         part = _flat_part(batch)
-        self._bytes += sum(v.numel() * v.element_size() for v in part.values() if isinstance(v, Tensor))
+        tensors = [*part.values(), *part["token_fields"].values()]
+        self._bytes += sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
         # Past the limit nothing is held back in memory either; `write` says so.
         self._parts = [] if self._bytes > self._max_bytes else [*self._parts, part]
 
-    def write(self, folder: Path, rank: int, config: LossConfig) -> None:
-        """Writes this rank's part; a file is there whole or not at all.
+    def write(self, folder: Path, provenance: Provenance, config: LossConfig) -> None:
+        """Writes this rank's part; a file is there whole or not at all, and none is written over.
 
         Args:
             folder: Of the mini-batch; made where missing.
-            rank: Data-parallel rank.
+            provenance: Where the part comes from.
             config: What trained.
 
         Raises:
-            OSError: The file, which is named, cannot be written, as on a full disk.
+            OSError: The file, which is named, is there already or cannot be written, as on a full disk.
         """
+        rank = provenance.rank
         if self._bytes > self._max_bytes:
             warnings.warn(
                 f"not recorded in {folder}: rank {rank} holds {self._bytes / 2**20:.0f} MiB, above "
@@ -77,39 +99,62 @@ class Recorder:
             )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        merged = _concatenate(self._parts)
         sizes = [part["response_lengths"].numel() for part in self._parts]
         ends = list(accumulate(sizes))
-        merged["cut"] = [[list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]]
-        merged["group_size"] = max(mode.group_size for mode in config.aggregation_modes.values())
+        text = json.dumps(asdict(config), indent=2, default=str)
+        plain = concatenate(self._parts) | {
+            "cut": [[list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]],
+            "group_size": max(mode.group_size for mode in config.aggregation_modes.values()),
+            "provenance": asdict(provenance) | {"config": text},
+        }
         # In memory first: torch's error for a full disk says neither that it is full nor which file it was.
         content = io.BytesIO()
-        torch.save(MiniBatch(**merged).to_dict(), content)
-        _write_atomically(folder / f"rank-{rank}.pt", content.getvalue())
+        torch.save(plain, content)
+        _write_whole(folder / f"rank-{rank}.pt", content.getvalue())
         if rank == 0:
-            text = json.dumps(asdict(config), indent=2, default=str)
-            _write_atomically(folder / "config.json", text.encode())
+            _write_whole(folder / "config.json", text.encode())
 
 
 def _flat_part(batch: MicroBatch) -> dict[str, Any]:
     tokens, data = batch.tokens, batch.data
     assert tokens.offsets is not None
-    lengths = tokens.lengths
-    part: dict[str, Any] = {"prompt_lengths": _prompt_lengths(batch), "response_lengths": lengths}
+    part: dict[str, Any] = {"prompt_lengths": _prompt_lengths(batch), "response_lengths": tokens.lengths}
     # Padding of a dense field is no token of the sequence, but it does not count either.
     part["response_mask"] = tokens.mask.to(torch.int64)
     part["log_probs"] = batch.log_probs.gather()
     if batch.entropy is not None:
         part["entropy"] = batch.entropy.gather()
-    for name in _FIELDS:
-        if batch.has(name):
-            part[name] = batch.raw(name)
-    part = {name: value.detach().to("cpu").clone() for name, value in part.items()}
-    uids = row_values(data, "uid", tokens.num_slots)
-    part["uids"] = None if uids is None else [str(uid) for uid in uids]
+    if batch.has("loss_mask"):
+        part["loss_mask"] = batch.raw("loss_mask")
+    part["token_fields"] = {name: batch.raw(name) for name in _TOKEN_FIELDS if batch.has(name)}
+    part["uids"] = _prompt_names(Rows(tokens, data))
+    # Whatever told the groups of rows, their sizes over the mini-batch are what a loss looks at.
+    groups = [count for count in map(find_count, count_names()) if isinstance(count, GroupCount)]
+    sizes = {count.per_row: get_value(data, count.per_row) for count in groups}
+    part["sequence_fields"] = {name: value for name, value in sizes.items() if isinstance(value, Tensor)}
     dp_size = batch.totals.dp_size
     part["totals"] = dict(batch.totals.counts) | ({} if dp_size is None else {"dp_size": dp_size})
-    return part
+    return _on_host(part)
+
+
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of all tensors on the host, also of those in a mapping within."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _on_host(value)
+        return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
+
+    return {name: copy(value) for name, value in values.items()}
+
+
+def _prompt_names(rows: Rows) -> list[str] | None:
+    """A name of each row's prompt: its ``uid``, else a digest of its tokens; None where there is neither."""
+    try:
+        keys = prompt_keys(rows)
+    except MissingFieldError:
+        return None
+    return [hashlib.sha256(repr(key).encode()).hexdigest() if isinstance(key, tuple) else str(key) for key in keys]
 
 
 def _prompt_lengths(batch: MicroBatch) -> Tensor:
@@ -122,64 +167,30 @@ def _prompt_lengths(batch: MicroBatch) -> Tensor:
     return torch.ones(batch.tokens.num_slots, dtype=torch.int64)
 
 
-def _concatenate(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Parts of a mini-batch as the arguments of one :class:`MiniBatch`."""
+def concatenate(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Parts of a mini-batch, one after the other, as one; what is no tensor and no list is that of the first."""
     if not parts:
         raise MissingFieldError("no micro-batch was recorded")
-    merged: dict[str, Any] = {"totals": parts[0]["totals"], "token_fields": {}}
-    merged["group_size"] = parts[0].get("group_size", 1)
-    merged["uids"] = None if parts[0]["uids"] is None else [uid for part in parts for uid in part["uids"]]
-    for name in parts[0]:
-        if not isinstance(parts[0][name], Tensor):
-            continue
-        values = torch.cat([part[name] for part in parts])
-        if name in _FIELDS and name != "loss_mask":
-            merged["token_fields"][name] = values
-        else:
-            merged[name] = values
+    merged = dict(parts[0])
+    for name, first in parts[0].items():
+        values = [part[name] for part in parts]
+        if isinstance(first, Tensor):
+            merged[name] = torch.cat(values)
+        elif isinstance(first, list):
+            merged[name] = [entry for value in values for entry in value]
+        elif name in ("token_fields", "sequence_fields"):
+            merged[name] = concatenate(values)
     return merged
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None  # A log shows the first of a chain.
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def load_recording(path: str | Path) -> MiniBatch:
-    """Reads a recorded mini-batch.
-
-    Args:
-        path: The folder of a mini-batch, whose ranks are put together, or one file.
-
-    Raises:
-        ConfigError: The file holds the share of one rank among others.
-        MissingFieldError: The folder holds no ``rank-0.pt``, or lacks a rank in between.
-    """
-    path = Path(path)
-    if re.fullmatch(r"rank-\d+\.pt", path.name) and len(list(path.parent.glob("rank-*.pt"))) > 1:
-        raise ConfigError(f"{path} is one rank's share of a mini-batch; expected its folder, {path.parent}")
-    if not path.is_dir():
-        return load_mini_batch(str(path))
-    by_rank = {int(m[1]): file for file in path.iterdir() if (m := re.fullmatch(r"rank-(\d+)\.pt", file.name))}
-    if sorted(by_rank) != list(range(len(by_rank))) or not by_rank:
-        raise MissingFieldError(f"{path} holds the ranks {sorted(by_rank)}; expected rank-0.pt and so on, none missing")
-    batches = [load_mini_batch(str(by_rank[rank])) for rank in range(len(by_rank))]
-    parts = [_as_part(batch) for batch in batches]
-    merged = _concatenate(parts)
-    starts = [0, *accumulate(batch.num_sequences for batch in batches)]
-    merged["cut"] = [
-        [[row + start for row in rows] for rank in batch.cut or () for rows in rank]
-        for batch, start in zip(batches, starts, strict=False)
-    ]
-    return MiniBatch(**merged)
-
-
-def _as_part(batch: MiniBatch) -> dict[str, Any]:
-    plain = batch.to_dict()
-    return {k: v for k, v in plain.items() if v is not None or k == "uids"} | plain["token_fields"]

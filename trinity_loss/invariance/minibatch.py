@@ -140,8 +140,9 @@ class MiniBatch:
 
     @property
     def counts_per_sequence(self) -> dict[str, Tensor]:
-        """Fields int64 [S] that our training worker attaches, such as ``prompt_num_tokens``."""
-        return self._counted[1]
+        """Fields int64 [S] that our training worker attaches, such as ``prompt_num_tokens``; recorded, or counted."""
+        counted = self._counted[1]
+        return {name: self.sequence_fields.get(name, values) for name, values in counted.items()}
 
     @property
     def prompt_num_tokens(self) -> Tensor:

@@ -17,6 +17,9 @@ def __getattr__(name: str) -> Any:
     # verl loads `trinity_loss.verl.plugin` while it is being imported itself, when its configuration
     # classes do not exist yet.
     if name == "PolicyLossConfig":
+        from trinity_loss.verl.compat import check_version
+
+        check_version()  # An old verl lacks names that the next line asks it for.
         from trinity_loss.verl.policy_loss_config import PolicyLossConfig
 
         return PolicyLossConfig

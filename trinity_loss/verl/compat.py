@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-TESTED = "0.9.1"
+from trinity_loss.errors import ConfigError
+
+TESTED = ("0.9.0", "0.9.1")
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,15 @@ _FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 POINTS = (
     # How the loss is selected, and exchanged in the worker.
     Point(f"{_WORKERS}:ActorRolloutRefWorker", "verl/worker.py", ("actor_worker_cls", "init_model")),
+    Point(f"{_WORKERS}:ActorRolloutRefWorker.update_weights", "verl/steps.py", ("self", "global_steps")),
+    Point(f"{_WORKERS}:TrainingWorker.load_checkpoint", "verl/worker.py", ("self", "local_path")),
     Point(f"{_WORKERS}:TrainingWorker.set_loss_fn", "verl/worker.py", ("self", "loss_fn")),
     Point(f"{_WORKERS}:TrainingWorker.train_batch", "verl/worker.py", ("self", "data")),
     Point(f"{_WORKERS}:TrainingWorker.train_mini_batch", "verl/worker.py", ("self", "data")),
-    Point("verl.workers.utils.losses:ppo_loss", "verl/worker.py", ("config", "model_output", "data", "dp_group")),
-    Point("verl.trainer.distillation.losses:distillation_ppo_loss", "doctor.py", ("config", "distillation_config")),
+    Point("verl.workers.utils.losses:ppo_loss", "verl/choice.py", ("config", "model_output", "data", "dp_group")),
+    Point(
+        "verl.trainer.distillation.losses:distillation_ppo_loss", "verl/choice.py", ("config", "distillation_config")
+    ),
     Point(
         "verl.single_controller.base.decorator:register",
         "verl/worker.py",
@@ -118,10 +125,10 @@ POINTS = (
     ),
     Point(f"{_FSDP}.prepare_model_inputs", "verl/harness/rank.py", ("self", "micro_batch")),
     Point("verl.utils.config:omega_conf_to_dataclass", "verl/composed.py", ("config",)),
-    # What policy_loss_config.py reads.
+    # What policy_options.py reads.
     Point(
         "verl.workers.config:ActorConfig",
-        "verl/policy_loss_config.py",
+        "verl/policy_options.py",
         (
             *("policy_loss", "loss_agg_mode", "loss_scale_factor", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
             *("clip_ratio_c", "tau_pos", "tau_neg", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
@@ -129,12 +136,12 @@ POINTS = (
     ),
     Point(
         "verl.workers.config:PolicyLossConfig",
-        "verl/policy_loss_config.py",
+        "verl/policy_options.py",
         ("loss_mode", "dro_beta", "rollout_correction"),
     ),
     Point(
         "verl.trainer.config:RolloutCorrectionConfig",
-        "verl/policy_loss_config.py",
+        "verl/policy_options.py",
         (
             *("loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
             *("rollout_rs", "rollout_rs_threshold"),
@@ -172,15 +179,27 @@ def problems() -> Iterator[str]:
     return filter(None, (point.problem() for point in POINTS))
 
 
+def check_version() -> None:
+    """Raises :class:`ConfigError` where verl is too old."""
+    installed = _installed()
+    found = re.match(r"(\d+)\.(\d+)", installed or "")
+    if found and tuple(map(int, found.groups())) < (0, 9):
+        raise ConfigError(f"verl {installed} is too old: trinity_loss needs verl 0.9.0 or later")
+
+
+def _installed() -> str | None:
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return None
+
+
 def warn_if_untested() -> None:
     """Says beside which verl this package was tested, if that is not the one that is installed."""
-    try:
-        installed = version("verl")
-    except PackageNotFoundError:
-        installed = "of no known version"
-    if installed != TESTED:
+    installed = _installed() or "of no known version"
+    if installed not in TESTED:
         warnings.warn(
-            f"trinity_loss was tested beside verl {TESTED}; this is verl {installed}. "
+            f"trinity_loss was tested beside verl {' and '.join(TESTED)}; this is verl {installed}. "
             "`python -m trinity_loss.verl.compat` says whether what it leans on has moved",
             stacklevel=2,
         )

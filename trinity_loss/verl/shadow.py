@@ -13,8 +13,10 @@ from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.metric_set import moment_key, prefix_key
 from trinity_loss.row_values import MicroBatchData
 from trinity_loss.tokens import jagged_parts
+from trinity_loss.verl.diagnostic import only_warning
 
-_PREFIX = "shadow/"
+#: What the names of its metrics begin with.
+PREFIX = "shadow/"
 
 
 class ShadowLoss:
@@ -43,20 +45,25 @@ class ShadowLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """verl's loss and metrics, with ``shadow/…`` beside them."""
         loss, metrics = self.verl_loss(model_output=model_output, data=data, dp_group=dp_group)
-        if not torch.is_grad_enabled():
-            return loss, metrics
+        if torch.is_grad_enabled():
+            with only_warning("shadow mode"):
+                metrics = metrics | self._compare(model_output, data, dp_group)
+        return loss, metrics
+
+    def _compare(self, model_output: Mapping[str, Any], data: MicroBatchData, dp_group: Any) -> dict[str, Any]:
+        """The metrics of ours, and how the gradients compare; all of them or none."""
         verls, _, _ = _gradient(self.verl_loss, model_output, data, dp_group)
         ours, our_loss, our_metrics = _gradient(self.ours, model_output, data, dp_group)
         dp_size = self.ours.dp_size(data)
         # The moments of a pair of vectors: both squares and the product.
         sums = {"count": verls.square().sum(), "sum": (verls * ours).sum(), "square": ours.square().sum()}
         numbers = torch.stack(list(sums.values())).tolist()
+        metrics = {PREFIX + "loss": Metric(AggregationType.SUM, our_loss)}
         for name in ("norm_ratio", "cosine"):
             for moment, number in zip(sums, numbers, strict=True):
-                key = moment_key(name, moment, f"{_PREFIX}grad_{name}")
+                key = moment_key(name, moment, f"{PREFIX}grad_{name}")
                 metrics[key] = Metric(AggregationType.SUM, number * dp_size)
-        metrics[f"{_PREFIX}loss"] = Metric(AggregationType.SUM, our_loss)
-        return loss, metrics | {prefix_key(_PREFIX, key): value for key, value in our_metrics.items()}
+        return metrics | {prefix_key(PREFIX, key): value for key, value in our_metrics.items()}
 
 
 def _gradient(

@@ -1,141 +1,159 @@
-"""The training worker: exchanges the loss, counts once per mini-batch what the engine does not.
+"""The training worker: exchanges the loss, has the mini-batch counted before it trains, and finishes its metrics.
 
 verl keeps the class of an actor's training worker in ``ActorRolloutRefWorker.actor_worker_cls``;
-:func:`install` puts a subclass there. It does nothing for a loss that is not ours.
+:func:`install` puts a subclass there. It does nothing for a loss that is not ours, but says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.loss import EnginePolicyLoss
+from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.recorder import Recorder
+from trinity_loss.verl.choice import config_of, engine_loss, name_of, selecting_actor
+from trinity_loss.verl.compat import check_version
 from trinity_loss.verl.counting import Counting
-from trinity_loss.verl.shadow import ShadowLoss
+from trinity_loss.verl.diagnostic import only_warning
+from trinity_loss.verl.recording import RunRecording
+from trinity_loss.verl.shadow import PREFIX, ShadowLoss
+from trinity_loss.verl.steps import Steps
 
 logger = logging.getLogger(__name__)
 # The line that names the loss belongs in a run's log at verl's default level.
 logger.setLevel(logging.INFO)
 
 
+class _WorkerClass:
+    """What stands in ``actor_worker_cls``: the class of the training worker, made within verl's own worker.
+
+    Only that one has the whole configuration of the run, and is told the step of its weights.
+    """
+
+    def __init__(self, worker_class: type[Any]) -> None:
+        self.worker_class = worker_class
+
+    def __get__(self, outer: Any, owner: type[Any] | None = None) -> Callable[..., Any]:
+        if outer is None:
+            return self.worker_class
+        if issubclass(self.worker_class, TrinityWorkerMixin):
+            return partial(_make_within, self.worker_class, outer)
+        if not str(_select(outer, "actor.policy_loss._target_")).startswith("verl."):
+            _say_bypassed(f"{type(outer).__name__} trains with {name_of(self.worker_class)}, which goes around it")
+        return self.worker_class
+
+
+def _make_within(worker_class: type[Any], outer: Any, *values: Any, **named: Any) -> Any:
+    worker = worker_class(*values, **named)
+    worker.rollout_correction = _select(outer, "algorithm.rollout_correction", of_run=True)
+    worker.steps.follow(outer)
+    return worker
+
+
+def _select(outer: Any, key: str, *, of_run: bool = False) -> Any:
+    """A value of the configuration of verl's worker, or of the run that it is a part of; None where it has none."""
+    config = getattr(outer, "config", None)
+    if not isinstance(config, DictConfig):
+        return None
+    return OmegaConf.select(config._get_root() if of_run else config, key)
+
+
 def install() -> None:
-    """Puts our training worker in the place that verl keeps for one. A second call changes nothing."""
+    """Puts our training worker in the place that verl keeps for one. A second call changes nothing.
+
+    Raises:
+        ConfigError: verl is too old to have one.
+    """
+    check_version()
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     if not issubclass(ActorRolloutRefWorker.actor_worker_cls, TrinityWorkerMixin):
-        ActorRolloutRefWorker.actor_worker_cls = make_training_worker(ActorRolloutRefWorker.actor_worker_cls)
+        ours = make_training_worker(ActorRolloutRefWorker.actor_worker_cls)
+        _put(ActorRolloutRefWorker, ours)
+    for worker in subclasses(ActorRolloutRefWorker):
+        own = vars(worker).get("actor_worker_cls")
+        if isinstance(own, type) and not issubclass(own, TrinityWorkerMixin):
+            _put(worker, own)
 
 
-def engine_loss(loss_fn: Any) -> EnginePolicyLoss | ShadowLoss | None:
-    """Our loss for the loss that verl bound to an actor configuration; None if it is not to be exchanged.
-
-    In shadow mode it is verl's loss with ours beside it.
-
-    Args:
-        loss_fn: What verl passes to ``set_loss_fn``.
-
-    Raises:
-        ConfigError: A distillation loss is bound to our configuration.
-    """
-    from verl.workers.utils.losses import ppo_loss
-
-    from trinity_loss.verl.policy_loss_config import PolicyLossConfig, loss_config
-
-    actor: Any = getattr(loss_fn, "keywords", {}).get("config")
-    if not isinstance(getattr(actor, "policy_loss", None), PolicyLossConfig):
-        return None
-    if loss_fn.func is not ppo_loss:
-        raise ConfigError(
-            f"actor.policy_loss is {PolicyLossConfig.__module__}.{PolicyLossConfig.__name__}, but verl computes "
-            f"{loss_fn.func.__module__}.{loss_fn.func.__name__}, which goes around it: switch the distillation off, "
-            "or take the _target_ of policy_loss away"
-        )
-    ours = EnginePolicyLoss(loss_config(actor))
-    return ShadowLoss(loss_fn, ours) if actor.policy_loss.shadow else ours
+def _put(worker: Any, training_worker: type[Any]) -> None:
+    worker.actor_worker_cls = _WorkerClass(training_worker)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Which mini-batches are saved, and where.
-
-    Attributes:
-        steps: Training steps, counted from 1 at the start of the worker.
-        folder: Where.
-        max_bytes: Of one rank's part.
-    """
-
-    steps: frozenset[int]
-    folder: Path
-    max_bytes: int
+def subclasses(of: type[Any]) -> list[type[Any]]:
+    """All classes that inherit from one, directly or not."""
+    return [found for direct in of.__subclasses__() for found in (direct, *subclasses(direct))]
 
 
-def recording_of(loss_fn: Any) -> Recording | None:
-    """What the configuration that verl bound its loss to says of recording; None: nothing is saved."""
-    policy_loss = loss_fn.keywords["config"].policy_loss
-    if not policy_loss.record_steps:
-        return None
-    max_bytes = int(policy_loss.record_max_megabytes * 2**20)
-    return Recording(frozenset(policy_loss.record_steps), Path(policy_loss.record_dir), max_bytes)
+def _say_bypassed(what: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning("trinity_loss: actor.policy_loss selects this loss, but it does not train: %s", what)
 
 
 class TrinityWorkerMixin:
-    """What our training worker adds to verl's; see :func:`make_training_worker`."""
+    """What our training worker adds to verl's; see :func:`make_training_worker`.
+
+    Attributes:
+        rollout_correction: ``algorithm.rollout_correction`` of the run, None where it is not known.
+        recording: What saves mini-batches, None where none is to be saved.
+    """
 
     engine: Any
     loss_fn: Any
-    recording: Recording | None = None
-    _counting: Counting | None = None
-    _step = 0
-    _mini_batch = 0
+    rollout_correction: Mapping[str, Any] | None = None
+    recording: RunRecording | None = None
+    _selected = False
 
-    @property
-    def our_loss(self) -> EnginePolicyLoss | None:
-        """Our loss, whether it trains or stands beside verl's; None where neither."""
-        if isinstance(self.loss_fn, ShadowLoss):
-            return self.loss_fn.ours
-        return self.loss_fn if isinstance(self.loss_fn, EnginePolicyLoss) else None
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        self.steps, self.counting = Steps(), Counting()
 
-    @property
-    def counting(self) -> Counting:
-        """What counts the mini-batches of this worker."""
-        if self._counting is None:
-            self._counting = Counting()
-        return self._counting
+    def choose(self, loss_fn: Any) -> Any:
+        """The loss to train with instead of what verl hands over; a line of the log says which."""
+        ours = engine_loss(loss_fn, self.rollout_correction)
+        actor = selecting_actor(loss_fn)
+        self._selected = self._selected or actor is not None
+        if actor is not None:
+            self.recording = RunRecording.of(actor.policy_loss)
+        if ours is not None:
+            logger.info("trinity_loss: training with %s", ours)
+        elif self._selected and config_of(loss_fn) is None:
+            _say_bypassed(f"a trainer set {name_of(loss_fn)} as the loss")
+        return loss_fn if ours is None else ours
+
+    def count(self, data: TensorDict, config: LossConfig, *, whole_batch: bool = False) -> None:
+        """Counts what the engine does not, over the ranks."""
+        count = self.counting.begin if whole_batch else self.counting.attach
+        with only_warning("counting for shadow mode") if self._in_shadow else nullcontext():
+            count(data, config, self.engine.get_data_parallel_group())
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Saves the mini-batch that is trained within, where the configuration chose this step."""
-        recording, loss = self.recording, self.our_loss
-        if recording is None or loss is None or self._step not in recording.steps:
+    def recorded(self, config: LossConfig) -> Iterator[None]:
+        """Saves the mini-batch that is trained within, where its step was chosen."""
+        if self.recording is None:
             yield
             return
-        recorder, loss_fn = Recorder(recording.max_bytes), self.loss_fn
+        loss_fn, steps = self.loss_fn, self.steps
+        with self.recording.around(loss_fn, config, self.engine, steps.step, steps.mini_batch) as self.loss_fn:
+            try:
+                yield
+            finally:
+                self.loss_fn = loss_fn
 
-        def record_and_compute(*, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            recorder.add(model_output, data)
-            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
-
-        self.loss_fn = record_and_compute
-        try:
-            yield
-        finally:
-            self.loss_fn = loss_fn
-        # Ranks that share their data, as the stages of a pipeline do, need one copy.
-        if self.engine.is_mp_src_rank_with_outputs():
-            folder = recording.folder / f"step-{self._step}" / f"mini-batch-{self._mini_batch}"
-            recorder.write(folder, self.engine.get_data_parallel_rank(), loss.config)
+    @property
+    def _in_shadow(self) -> bool:
+        return isinstance(self.loss_fn, ShadowLoss)
 
 
 def reduce_over_ranks(metrics: dict[str, Any]) -> None:
@@ -147,16 +165,19 @@ def reduce_over_ranks(metrics: dict[str, Any]) -> None:
     Raises:
         ConfigError: The metrics of the ranks do not belong together.
     """
-    for key, value in metrics.items():
-        per_rank = value if isinstance(value, list) else [value]
-        if not all(isinstance(metric, Metric) for metric in per_rank):
+    lists = {key: value if isinstance(value, list) else [value] for key, value in metrics.items()}
+    of_ranks = {key: value for key, value in lists.items() if all(isinstance(metric, Metric) for metric in value)}
+    # Every micro-batch appends one value to every metric, and every rank has as many micro-batches.
+    sizes = {key: [len(metric.values) for metric in value] for key, value in of_ranks.items()}
+    whole = max(sizes.values(), key=sum, default=[0])
+    for key, per_rank in of_ranks.items():
+        if PREFIX in key and sizes[key] != whole:  # It failed somewhere, and a warning said so.
+            del metrics[key]
             continue
         if len({metric.aggregation for metric in per_rank}) > 1:
             raise ConfigError(f"metric {key!r} is reduced as {[m.aggregation.value for m in per_rank]} on the ranks")
         metrics[key] = float(Metric.aggregate_dp(per_rank))
-        # Every micro-batch appends one value to every metric, and every rank has as many micro-batches.
-        micro_batches = len(per_rank[0].values)
-    metrics["actor/micro_batches"] = micro_batches
+    metrics["actor/micro_batches"] = whole[0]
     finish_metrics(metrics)
 
 
@@ -172,26 +193,29 @@ def make_training_worker(base: type[Any]) -> type[Any]:
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
         def set_loss_fn(self, loss_fn: Any) -> None:
-            ours = engine_loss(loss_fn)
-            if ours is not None:
-                logger.info("trinity_loss: training with %s", ours)
-                self.recording = recording_of(loss_fn)
-            super().set_loss_fn(ours or loss_fn)
+            super().set_loss_fn(self.choose(loss_fn))
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
+        def load_checkpoint(self, local_path: str, *values: Any, **named: Any) -> Any:
+            self.steps.resume(local_path)
+            return super().load_checkpoint(local_path, *values, **named)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_mini_batch(self, data: TensorDict) -> TensorDict:
-            self._step, self._mini_batch = self._step + 1, 0
-            if self.our_loss is not None:
-                self.counting.begin(data, self.our_loss.config, self.engine.get_data_parallel_group())
+            self.steps.next_batch()
+            config = config_of(self.loss_fn)
+            if config is not None:
+                self.count(data, config, whole_batch=True)
             return super().train_mini_batch(data)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: TensorDict) -> TensorDict:
-            if self.our_loss is None:
+            self.steps.next_mini_batch()
+            config = config_of(self.loss_fn)
+            if config is None:
                 return super().train_batch(data)
-            self.counting.attach(data, self.our_loss.config, self.engine.get_data_parallel_group())
-            self._mini_batch += 1
-            with self._recording():
+            self.count(data, config)
+            with self.recorded(config):
                 output = super().train_batch(data)
             if output is not None:  # None on ranks that hold no output, as in a pipeline
                 reduce_over_ranks(tu.get(output, "metrics"))

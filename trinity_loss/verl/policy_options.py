@@ -1,0 +1,183 @@
+"""What ``actor.policy_loss`` may say, and what it makes of verl's actor configuration: a :class:`LossConfig`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from inspect import Parameter
+from typing import Any, Optional, cast
+
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.workers.config import ActorConfig
+from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
+
+from trinity_loss.aggregation import find_aggregation_mode
+from trinity_loss.errors import ConfigError
+from trinity_loss.loss_config import RULES, LossConfig
+from trinity_loss.registry import get_policy_loss
+from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, optional
+
+#: What each field that :class:`LossConfig` does not have must be.
+_RULES: dict[str, Rule] = {
+    "loss_agg_mode": optional(TEXT),
+    **dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"), NUMBER),
+    "dro_beta": optional(NUMBER),
+    "shadow": BOOLEAN,
+    "record_steps": list_of(number("a training step, 1 or more", lambda value: value >= 1 and value == int(value))),
+    "record_dir": optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value)), "a folder")),
+    "record_max_megabytes": POSITIVE,
+}
+_MODES = ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode")
+
+#: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
+_ACTOR_ARGUMENTS = ("tau_pos", "tau_neg")
+_POLICY_LOSS_ARGUMENTS = ("dro_beta",)
+#: Options of the bypass mode; where a mapping does not name one, verl's loss takes these.
+_CORRECTION: dict[str, Any] = {
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+_BYPASS = "bypass_mode"
+_HERE, _THERE = "actor_rollout_ref.actor.policy_loss", "algorithm.rollout_correction"
+
+
+@dataclass
+class PolicyLossOptions(VerlPolicyLossConfig):
+    """verl's policy-loss configuration with our fields, every one checked when it is made.
+
+    What verl's ``ActorConfig`` already says (modes, clip ranges, entropy, KL) is read from there; the fields here
+    add what verl has no field for. Their meaning is that of :class:`trinity_loss.LossConfig`.
+
+    Attributes:
+        loss_agg_mode: Aggregation mode; None: the actor's, which admits verl's own modes only.
+        entropy_agg_mode: Mode of the entropy term; None: that of the loss.
+        kl_agg_mode: Mode of the KL term; None: that of the loss.
+        loss_args: Arguments that only this ``loss_mode`` takes.
+        count_empty_sequences: Whether fully masked sequences count in a mean over sequences.
+        count_padding_rows: Whether verl's synthetic rows count in it.
+        count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection.
+        nonfinite: ``error`` or ``neutral``, at a NaN or an infinity that counts.
+        rollout_metrics: Level of the importance-sampling metrics; None: none.
+        rollout_metrics_upper: Their upper threshold.
+        rollout_metrics_lower: Their lower threshold.
+        shadow: Train with verl's loss and log ours beside it (``shadow/…``).
+        record_steps: Training steps, as verl logs them, whose mini-batches are saved.
+        record_dir: Where they are saved, one folder per mini-batch.
+        record_max_megabytes: A rank's part of a mini-batch above this size is not saved, and a warning says so.
+
+    Raises:
+        ConfigError: A loss or mode is not known, or a value has another type or range.
+    """
+
+    loss_agg_mode: Optional[str] = None  # noqa: UP045  (OmegaConf reads the annotation)
+    entropy_agg_mode: Optional[str] = None  # noqa: UP045
+    kl_agg_mode: Optional[str] = None  # noqa: UP045
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
+    count_rejected_tokens: bool = True
+    nonfinite: str = "error"
+    rollout_metrics: Optional[str] = None  # noqa: UP045
+    rollout_metrics_upper: float = 2.0
+    rollout_metrics_lower: float = 0.5
+    shadow: bool = False
+    record_steps: list[int] = field(default_factory=list)
+    record_dir: Optional[str] = None  # noqa: UP045
+    record_max_megabytes: float = 512.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            rule = _RULES.get(f.name) or RULES.get(f.name)
+            if rule is not None:
+                check(f"policy_loss.{f.name}", getattr(self, f.name), rule)
+        get_policy_loss(self.loss_mode)
+        for name in _MODES:
+            mode = getattr(self, name)
+            if mode is not None:
+                try:
+                    find_aggregation_mode(mode)
+                except ConfigError as error:
+                    raise ConfigError(f"policy_loss.{name}: {error}") from error
+        if self.record_steps and not self.record_dir:
+            raise ConfigError(f"policy_loss.record_steps is {list(self.record_steps)}, but record_dir is not set")
+        # Hydra hands over a plain mapping where no _target_ makes it more; verl's fields are frozen.
+        object.__setattr__(self, "rollout_correction", _as_correction(self.rollout_correction))
+
+
+def _as_correction(given: Any) -> RolloutCorrectionConfig:
+    """``policy_loss.rollout_correction`` in the form that verl's own losses read, too."""
+    if given is None:
+        return RolloutCorrectionConfig()
+    if isinstance(given, RolloutCorrectionConfig):
+        return given
+    name = "policy_loss.rollout_correction"
+    check(name, given, Rule(lambda value: isinstance(value, Mapping), "a mapping"))
+    known = [f.name for f in fields(RolloutCorrectionConfig)]
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"{name} has {', '.join(map(str, unknown))}; expected some of {', '.join(known[1:])}")
+    return RolloutCorrectionConfig(**_CORRECTION | dict(given))
+
+
+def loss_config(actor: ActorConfig, correction: Mapping[str, Any] | None = None) -> LossConfig:
+    """What an actor configuration with our :class:`PolicyLossOptions` says of the loss.
+
+    Args:
+        actor: verl's actor configuration as a worker instantiates it.
+        correction: ``algorithm.rollout_correction`` of the run, if it is known.
+
+    Raises:
+        ConfigError: Its values do not make a valid :class:`trinity_loss.LossConfig`.
+    """
+    policy_loss = cast(PolicyLossOptions, actor.policy_loss)
+    loss_mode, options = _with_bypass(policy_loss, correction)
+    arguments = dict(policy_loss.loss_args)
+    verls = {name: getattr(actor, name) for name in _ACTOR_ARGUMENTS} | options
+    verls |= {name: getattr(policy_loss, name) for name in _POLICY_LOSS_ARGUMENTS}
+    for name, default in get_policy_loss(loss_mode).arguments.items():
+        # verl's null means that nothing is given, except where null is a choice.
+        if name in verls and name not in arguments and (verls[name] is not None or default is not Parameter.empty):
+            arguments[name] = verls[name]
+    said = {f.name: getattr(actor, f.name) for f in fields(LossConfig) if hasattr(actor, f.name)}
+    ours = {f.name: getattr(policy_loss, f.name) for f in fields(LossConfig) if hasattr(policy_loss, f.name)}
+    said |= {name: value for name, value in ours.items() if value is not None or name not in said}
+    return LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
+
+
+def _with_bypass(policy_loss: PolicyLossOptions, correction: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """The loss, and its options of rollout correction.
+
+    verl's trainer, where ``algorithm.rollout_correction.bypass_mode`` is on, takes the rollout's log-probs for the old
+    ones and writes the options and the loss ``bypass_mode`` into its own copy of ``policy_loss``, after the workers
+    were made from it.
+    """
+    mode, own = policy_loss.loss_mode, policy_loss.rollout_correction
+    options = {name: getattr(own, name) for name in _CORRECTION}
+    if correction is None:
+        correction = {f.name: getattr(own, f.name) for f in fields(own)}
+    if not correction.get("bypass_mode"):
+        return mode, options
+    theirs = {name: correction.get(name, default) for name, default in _CORRECTION.items()}
+    if own != RolloutCorrectionConfig():
+        for name, value in theirs.items():
+            if options[name] != value:
+                raise ConfigError(
+                    f"{_THERE}.{name} is {value!r}, but {_HERE}.rollout_correction.{name} is {options[name]!r}; "
+                    f"+{_HERE}.rollout_correction=${{{_THERE}}} makes them one"
+                )
+    if mode in ("vanilla", "ppo", _BYPASS):
+        return _BYPASS, theirs
+    for name in ("rollout_rs", "rollout_is", "loss_type"):
+        nothing = _CORRECTION[name]
+        if theirs[name] != nothing:
+            raise ConfigError(
+                f"{_THERE}.bypass_mode is on and {name} is {theirs[name]!r}, which verl's loss bypass_mode reads, but "
+                f"{_HERE}.loss_mode is {mode!r}; {_HERE}.loss_mode=bypass_mode makes it reach the loss, "
+                f"{_THERE}.{name}={'null' if nothing is None else nothing} leaves it out"
+            )
+    return mode, options
