@@ -128,4 +128,4 @@ def test_the_adapter_warns_once_where_it_is_imported():
         "import trinity_loss.verl.policy_loss_config\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    assert said.count("tested beside verl 0.9.1; this is verl 1.0.0") == 1
+    assert said.count("tested beside verl 0.9.0 and 0.9.1; this is verl 1.0.0") == 1
