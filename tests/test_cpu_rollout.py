@@ -73,3 +73,39 @@ def test_zero_temperature_is_greedy(model_folder):
 def test_what_the_server_cannot_do_is_refused(model_folder):
     with pytest.raises(NotImplementedError, match="top_p"):
         answers(make_server(model_folder), PROMPTS[:1], top_p=0.9)
+
+
+def test_nothing_begins_between_abort_and_resume(model_folder):
+    """An asynchronous trainer exchanges the weights there: no answer may see both versions."""
+    server = make_server(model_folder)
+
+    async def exchange():
+        running = asyncio.gather(*(server.generate("", prompt, {"temperature": 1.0}) for prompt in PROMPTS))
+        await asyncio.sleep(0.1)
+        await server.abort_all_requests()
+        late = asyncio.create_task(server.generate("", PROMPTS[0], {"temperature": 1.0}))
+        before = await running
+        await server.load_weights(server.model.state_dict(), 4)
+        await asyncio.sleep(0.2)
+        assert not late.done()
+        await server.resume_generation()
+        return before, await late
+
+    before, late = asyncio.run(exchange())
+    assert [output.extra_fields["global_steps"] for output in before] == [3, 3, 3]
+    assert late.extra_fields["global_steps"] == 4
+    assert late.token_ids
+
+
+def test_a_server_that_leaves_sends_requests_back(model_folder):
+    server = make_server(model_folder)
+
+    async def leave():
+        waiting = asyncio.create_task(server.generate("", PROMPTS[0], {"temperature": 1.0}))
+        await asyncio.sleep(0)
+        await server.abort_all_requests(reject_request=True)
+        return await waiting, await server.generate("", PROMPTS[1], {"temperature": 1.0})
+
+    for output in asyncio.run(leave()):
+        assert (output.stop_reason, output.token_ids) == ("aborted", [])
+    assert len(answers(make_server(model_folder), PROMPTS[:1])) == 1

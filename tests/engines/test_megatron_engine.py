@@ -21,6 +21,7 @@ ENGINES = {
     "per-token loss": {"per_token_loss": True},
     "two ranks": {"world_size": 2, "batch": NESTED},
     "two ranks, per-token loss": {"world_size": 2, "per_token_loss": True},
+    "two ranks, per-token loss, jagged": {"world_size": 2, "per_token_loss": True, "batch": NESTED},
     "pipeline": {"world_size": 2, "pipeline": 2, "batch": NESTED},
     "virtual pipeline": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "tensor parallel": {"world_size": 2, "tensor": 2, "batch": NESTED},

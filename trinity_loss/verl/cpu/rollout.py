@@ -72,6 +72,7 @@ class TransformersServer:
         self.asked: Counter[tuple[int, ...]] = Counter()
         self.waiting: list[Request] = []
         self.running: asyncio.Task[None] | None = None
+        self.paused = self.rejects = False
 
     async def load_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
         """Take the weights of ``step``; every weight of the model has to be there."""
@@ -92,6 +93,8 @@ class TransformersServer:
                 f"the rollout {NAME!r} takes text only and samples from the whole softmax ({_NEUTRAL}); "
                 f"it was given {wanted} and inputs {given}"
             )
+        if self.rejects:
+            return self._aborted()
         prompt = tuple(prompt_ids)
         temperature = float(sampling_params.get("temperature", 1.0))
         request = Request(
@@ -102,9 +105,31 @@ class TransformersServer:
             answer=asyncio.get_running_loop().create_future(),
         )
         self.waiting.append(request)
-        if self.running is None or self.running.done():
-            self.running = asyncio.create_task(self._answer_waiting())
+        self._start()
         return await request.answer
+
+    async def abort_all_requests(self, reject_request: bool = False, **_: Any) -> None:
+        """Finish the batch that is running and begin no other, so that no answer sees two versions of the weights.
+
+        Args:
+            reject_request: Send requests back, unanswered, to be asked elsewhere; else they wait here.
+        """
+        self.paused, self.rejects = True, reject_request
+        if reject_request:
+            for request in self.waiting:
+                request.answer.set_result(self._aborted())
+            self.waiting = []
+        if self.running is not None:
+            await self.running
+
+    async def resume_generation(self) -> None:
+        """Answer what waits, and what comes."""
+        self.paused = self.rejects = False
+        self._start()
+
+    def _start(self) -> None:
+        if not self.paused and (self.running is None or self.running.done()):
+            self.running = asyncio.create_task(self._answer_waiting())
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         key = repr((self.seed, self.step, self.asked[prompt], prompt)).encode()
@@ -113,7 +138,7 @@ class TransformersServer:
 
     async def _answer_waiting(self) -> None:
         await asyncio.sleep(_WAVE_SECONDS)
-        while self.waiting:
+        while self.waiting and not self.paused:
             first = self.waiting[0]
             alike = [r for r in self.waiting if r[1:3] == first[1:3]][: self.max_num_seqs]
             self.waiting = [r for r in self.waiting if all(r is not a for a in alike)]
@@ -162,11 +187,16 @@ class TransformersServer:
             extra_fields={"global_steps": self.step},
         )
 
+    def _aborted(self) -> TokenOutput:
+        return TokenOutput(
+            token_ids=[], log_probs=[], stop_reason="aborted", num_preempted=0, extra_fields={"global_steps": self.step}
+        )
+
     async def _nothing(self, *args: object, **kwargs: object) -> None:
         """There is no memory to give back between generation and training."""
 
-    ready = wake_up = sleep = abort_all_requests = resume_generation = clear_kv_cache = _nothing
-    release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
+    ready = wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
+    start_profile = stop_profile = _nothing
 
 
 _NEUTRAL = {"top_p": 1, "top_k": -1, "repetition_penalty": 1.0}

@@ -1,26 +1,26 @@
-"""A sampler for verl's v1 trainer that makes runs repeatable, for demonstration and tests.
+"""A sampler for verl's v1 trainers that makes runs repeatable, for demonstration and tests.
 
 The v1 trainer names prompts with random identifiers and takes answers as they come in. This one puts a batch in an
 order of its content, so that two runs that drew the same answers cut them into the same pieces. It may also look
 more often than every two seconds whether the answers are there (``sampler_kwargs.poll_interval``, in seconds).
+
+An asynchronous trainer draws what is finished when it looks: there the order makes a batch readable, not repeatable.
 """
 
 from typing import Any
 
 import transfer_queue as tq
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 
-class ContentOrderReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer with its batches in an order of their content."""
+class _InContentOrder(ReplayBuffer):
+    """verl's replay buffer with its batches in an order of their content."""
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any) -> None:
         options = dict(sampler_kwargs)
         poll_interval = float(options.pop("poll_interval", 2.0))
         if options:
             raise ValueError(f"unknown trainer.v1.sampler.sampler_kwargs {sorted(options)}; known: poll_interval")
-        if kwargs["trainer_mode"] != "sync":
-            raise ValueError(f"this sampler is for trainer_mode=sync, not {kwargs['trainer_mode']!r}")
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=poll_interval, **kwargs)
 
     def _materialize_batch(self, partition_id: str, *args: Any) -> Any:
@@ -36,3 +36,13 @@ class ContentOrderReplayBuffer(ReplayBuffer):
             sorted(range(len(groups)), key=lambda i: (prompts[i], answers[groups[i]], groups[i], responses[i]))
         )
         return batch
+
+
+class _AsyncInContentOrder(_InContentOrder, ReplayBufferAsync):
+    """The same for the asynchronous trainers, which leave out answers of too old a version."""
+
+
+def content_order_replay_buffer(*, trainer_mode: str, **kwargs: Any) -> ReplayBuffer:
+    """Make the replay buffer for a trainer mode, as verl does, which calls this instead of a class."""
+    kind = _InContentOrder if trainer_mode == "sync" else _AsyncInContentOrder
+    return kind(trainer_mode=trainer_mode, **kwargs)
