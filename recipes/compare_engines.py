@@ -26,7 +26,6 @@ EVEN, DEEP = (f"actor_rollout_ref.model.path=runs/toy/model_{name}" for name in 
 TENSOR, PIPELINE, VIRTUAL = (
     f"{_ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "virtual_pipeline")
 )
-WHOLE_OPTIMIZER = f"{_ACTOR}.megatron.use_distributed_optimizer=false"
 PER_TOKEN = f"+{_ACTOR}.megatron.override_transformer_config.calculate_per_token_loss=true"
 
 
@@ -66,7 +65,6 @@ ROWS = {
         _megatron("512 tokens a micro-batch", f"{BUDGET}=512"),
         _megatron("padded rows", PADDED),
         _megatron("per-token loss", PER_TOKEN),
-        _megatron("optimizer not distributed", WHOLE_OPTIMIZER),
         _megatron("two pipeline stages", PIPELINE),
         _megatron("two pipeline stages, per-token loss", PIPELINE, PER_TOKEN),
     ),

@@ -1,4 +1,4 @@
-"""verl's own `main_ppo` on a CPU with Megatron: its first step is FSDP2's in every layout, and a resumed run goes on."""
+"""verl's own `main_ppo` on a CPU with Megatron: its first step is FSDP2's in every layout."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_the_first_step_is_the_same(first_steps, first, row):
 
 
 def test_the_layout_is_what_the_row_says(first_steps):
-    """Pipeline stages and tensor-parallel ranks hold the same rows: twice as many micro-batches as data-parallel ranks."""
+    """Pipeline stages and tensor-parallel ranks hold the same rows, so each has about twice as many micro-batches."""
     from compare_engines import PIECES, ROWS
 
     by_name = {row.name: row for rows in ROWS.values() for row in rows}
