@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import trinity_loss
 from trinity_loss.errors import ConfigError
+from trinity_loss.jagged import is_jagged, jagged_parts
 from trinity_loss.verl import compat
 
 PACKAGE = Path(trinity_loss.__file__).parent
@@ -129,3 +131,20 @@ def test_the_adapter_warns_once_where_it_is_imported():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert said.count("tested beside verl 0.9.0 and 0.9.1; this is verl 1.0.0") == 1
+
+
+def test_what_moved_in_torch_is_said_to_be_torchs():
+    point = compat.Point("torch.nested._internal.nested_tensor:NestedTensor", "jagged.py", ("_gone",))
+    assert point.problem() == (
+        "torch's torch.nested._internal.nested_tensor:NestedTensor has no _gone; trinity_loss/jagged.py expects _gone"
+    )
+
+
+def test_a_jagged_tensor_keeps_its_parts_where_we_read_them():
+    jagged = torch.nested.nested_tensor_from_jagged(torch.arange(3.0), offsets=torch.tensor([0, 2, 3]))
+    values, offsets = jagged_parts(jagged)
+    assert values is jagged._values
+    assert torch.equal(values, jagged.values())
+    assert torch.equal(offsets, jagged.offsets())
+    assert is_jagged(jagged)
+    assert not is_jagged(torch.zeros(1))

@@ -8,7 +8,7 @@ denominator belongs to the whole mini-batch. :func:`aggregate_loss` gives both f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
 from trinity_loss.import_path import find_at
+from trinity_loss.jagged import jagged_parts
 from trinity_loss.rules import POSITIVE
-from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.tokens import ResponseTokens, SequenceGroups
+from trinity_loss.totals import GroupCount, find_count
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class AggregationMode:
     count_rejected_tokens: bool = True
 
     has_scale_factor: ClassVar[bool] = False
-    needs_prompt_groups: ClassVar[bool] = False
     #: So many consecutive sequences are one, and must stay together in a micro-batch.
     group_size: ClassVar[int] = 1
 
@@ -185,21 +186,20 @@ class SeqMeanTokenSumNorm(SeqMeanTokenSum):
 class PromptMean(AggregationMode):
     """Mean over the tokens of a prompt group, mean over prompt groups."""
 
-    needs_prompt_groups: ClassVar[bool] = True
-
     @property
     def total(self) -> str:
         return "batch_num_prompts"
 
     def local_count(self, tokens: ResponseTokens) -> Tensor:
-        if tokens.num_groups is None:
-            raise FieldShapeError("loss_agg_mode 'prompt-mean' needs prompt groups: pass prompt_ids")
-        return tokens.num_groups
+        return self._groups(tokens).num_groups
 
     def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        if tokens.group_num_tokens is None:
+        return self._groups(tokens).num_tokens.clamp(min=1).to(dtype).reciprocal()
+
+    def _groups(self, tokens: ResponseTokens) -> SequenceGroups:
+        if self.total not in tokens.groups:
             raise FieldShapeError("loss_agg_mode 'prompt-mean' needs prompt groups: pass prompt_ids")
-        return tokens.group_num_tokens.clamp(min=1).to(dtype).reciprocal()
+        return tokens.groups[self.total]
 
 
 _MODES: dict[str, Callable[..., AggregationMode]] = {
@@ -348,14 +348,16 @@ def aggregate_loss(
             tokens = ResponseTokens.from_padded(loss_mask)
         else:
             tokens = ResponseTokens.from_packed(loss_mask, segment_ids)
-    if mode.needs_prompt_groups and prompt_ids is not None:
-        expected = [tokens.size] if segment_ids is not None else [tokens.num_slots]
-        if prompt_ids.numel() != expected[0]:
+    count = None if mode.total is None else find_count(mode.total)
+    if isinstance(count, GroupCount) and prompt_ids is not None:
+        expected = tokens.size if segment_ids is not None else tokens.num_slots
+        if prompt_ids.numel() != expected:
             raise FieldShapeError(
                 f"prompt_ids has shape {list(prompt_ids.shape)}; expected one id per "
-                f"{'token' if segment_ids is not None else 'row'}, {expected[0]} in all"
+                f"{'token' if segment_ids is not None else 'row'}, {expected} in all"
             )
-        tokens = tokens.with_prompt_groups(prompt_ids.reshape(-1), count_empty=count_empty_sequences)
+        groups = tokens.group_by(prompt_ids.reshape(-1), count_empty=count_empty_sequences)
+        tokens = replace(tokens, groups={count.name: groups})
     dtype = torch.promote_types(losses.dtype, torch.float32)
     selected = tokens.select(losses).to(dtype)
     return Ratio(mode.numerator(selected, tokens), mode.local_count(tokens).to(torch.float64))

@@ -1,49 +1,14 @@
-"""Terms of a loss with gradients that are known already, and how they reach the model's graph."""
+"""Gradients that are known already, and how they reach the model's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_loss.aggregation import AggregationMode
-from trinity_loss.micro_batch import Source
-from trinity_loss.tokens import ResponseTokens
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """One term of the loss, token by token.
-
-    Attributes:
-        name: Key of its metric.
-        coefficient: Its weight in the loss, sign included.
-        mode: How its tokens are aggregated.
-        tokens: Which tokens it counts.
-        values: [N], finite.
-        source: What it is differentiated by: ``log_probs`` or ``entropy``.
-        derivative: Derivative of each value with respect to its own token [N], or one number for all, or a
-            function that takes weights of the values [N] back to the tokens [N].
-    """
-
-    name: str
-    coefficient: float
-    mode: AggregationMode
-    tokens: ResponseTokens
-    values: Tensor
-    source: str
-    derivative: Tensor | float | Callable[[Tensor], Tensor]
-
-    def pull_back(self, weights: Tensor, factor: Tensor | float) -> Tensor:
-        """New tensor [N]: gradient by the source of ``factor`` × the values weighted by ``weights`` [N]."""
-        if isinstance(self.derivative, Tensor):
-            return (weights * self.derivative).mul_(factor)
-        if callable(self.derivative):
-            return self.derivative(weights) * factor
-        return weights * (self.derivative * factor)
+from trinity_loss.placement import Source
 
 
 def differentiate(
@@ -66,7 +31,14 @@ def differentiate(
     return graph.detach(), others, gradient
 
 
-class WithGradient(torch.autograd.Function):
+def with_gradients(loss: Tensor, sources: Mapping[str, Source], gradients: Mapping[str, Tensor]) -> Tensor:
+    """A loss, 0-d without a graph, as one with these gradients [N] by parts of the model output."""
+    used = [sources[name] for name in gradients]
+    graph: Tensor = _WithGradients.apply(loss, used, list(gradients.values()), *(source.tensor for source in used))
+    return graph
+
+
+class _WithGradients(torch.autograd.Function):
     """A loss whose gradients are known already: backward only puts them in their places.
 
     It hangs on the engine's tensors themselves, jagged ones too: going through their flat values would

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
+from trinity_loss.jagged import jagged_parts
 from trinity_loss.log_ratio import LOG_RATIO_LIMIT, LogRatio, limited, limited_exp
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.rules import POSITIVE, check
-from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.tokens import ResponseTokens
 
 LEVELS = ("token", "sequence", "geometric")
 #: Beyond it a perplexity is infinite in float32, and so are the sums that it is in. verl has no limit there.
@@ -177,9 +178,9 @@ def importance_sampling_metrics(
         add_weight_metrics(metrics, log_ratio, applied, level, upper, lower)
         add_offpolicy_metrics(metrics, log_ratio, old, rollout)
         metrics.checks = {"old_log_prob": old.sum(), "rollout_log_prob": rollout.sum()}
-        numbers, checks = metrics.read()
-    for name, values in zip(checks, (old, rollout), strict=True):
-        if not math.isfinite(checks[name]):
+        numbers = metrics.read()
+    for name, values in zip(metrics.checks, (old, rollout), strict=True):
+        if not math.isfinite(numbers[name]):
             tokens.check_finite(name, values)
     return metrics.local(numbers)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trinity_loss.aggregation import Ratio
 from trinity_loss.errors import ConfigError
+from trinity_loss.totals import VALID_TOKENS, Totals
 
 Kind = Literal["ratio", "max", "min"]
 #: Count, sum and sum of squares of a quantity over the mini-batch.
@@ -110,13 +111,13 @@ class Entry:
         kind: How pieces combine.
         value: 0-d tensor: the numerator, or the extreme.
         denominator: 0-d tensor: this micro-batch's count (``ratio`` only).
-        total: The count of the whole mini-batch, None where nobody counted it.
+        total: Name of the count of the whole mini-batch, see :mod:`trinity_loss.totals`; None for a plain sum.
     """
 
     kind: Kind
     value: Tensor
     denominator: Tensor | None = None
-    total: int | None = None
+    total: str | None = None
 
 
 @dataclass
@@ -129,13 +130,13 @@ class MetricSet:
     constants: dict[str, float] = field(default_factory=dict)
     checks: dict[str, Tensor] = field(default_factory=dict)
 
-    def add_ratio(self, name: str, ratio: Ratio, total: int | None) -> None:
-        """A mean: ``ratio`` holds this micro-batch's part, ``total`` the mini-batch's count."""
+    def add_ratio(self, name: str, ratio: Ratio, total: str | None) -> None:
+        """A mean: ``ratio`` holds this micro-batch's part, ``total`` names the mini-batch's count."""
         check_metric_name(name, "ratio")
         self.entries[name] = Entry("ratio", ratio.numerator, ratio.denominator, total)
 
     def add_extreme(self, name: str, kind: Literal["max", "min"], extreme: Tensor) -> None:
-        """The largest or smallest of something, 0-d; ±inf, or a number near the type's limit, if of nothing."""
+        """The largest or smallest of something, 0-d; -inf, or inf, if of nothing."""
         check_metric_name(name, kind)
         self.entries[name] = Entry(kind, extreme)
 
@@ -169,24 +170,15 @@ class MetricSet:
             scalars |= {f"{name}#{kind}": moment for kind, moment in zip(_MOMENT_NAMES, moments, strict=True)}
         return scalars
 
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Moves everything to the host at once.
-
-        Returns:
-            Numbers of :meth:`scalars`, and those of the checks.
-        """
-        scalars = self.scalars()
-        everything = scalars | self.checks
+    def read(self) -> dict[str, float]:
+        """Moves everything to the host at once: numbers of :meth:`scalars`, and those of the checks."""
+        everything = self.scalars() | self.checks
         if not everything:
-            return {}, {}
+            return {}
         # float64 among them makes all of them that, which holds every count and every flag.
         zero = torch.zeros((), dtype=torch.float64, device=next(iter(everything.values())).device)
         numbers = torch.stack([zero, *everything.values()]).tolist()[1:]
-        values = dict(zip(everything, numbers, strict=True))
-        for name, entry in self.entries.items():
-            if entry.kind != "ratio" and abs(values[name]) >= torch.finfo(entry.value.dtype).max / 4:
-                values[name] = -math.inf if entry.kind == "max" else math.inf
-        return {name: values[name] for name in scalars}, {name: values[name] for name in self.checks}
+        return dict(zip(everything, numbers, strict=True))
 
     def local(self, numbers: dict[str, float]) -> dict[str, float]:
         """Plain floats of this micro-batch alone; 0 where nothing counts."""
@@ -197,27 +189,32 @@ class MetricSet:
             metrics[name] = _statistic(statistic, *(numbers[f"{source}#{kind}"] for kind in _MOMENT_NAMES))
         return metrics
 
-    def engine(self, numbers: dict[str, float], dp_size: int, *, nothing_counts: bool = False) -> dict[str, Any]:
+    def engine(self, numbers: dict[str, float], totals: Totals, share: float | None = None) -> dict[str, Any]:
         """verl ``Metric`` objects: exact for the mini-batch once verl has reduced them.
 
         Without verl, :class:`PlainMetric` objects.
 
         Args:
             numbers: What :meth:`read` returned.
-            dp_size: Ranks that verl averages over.
-            nothing_counts: The whole mini-batch has no token that counts: its extremes are 0.
+            totals: What was counted over the mini-batch.
+            share: What the tokens of this micro-batch are of those of the mini-batch, before rejection: weighs its
+                means of tokens where nobody counted the tokens after rejection.
         """
-        make = _metric_class()
+        make, dp_size = _metric_class(), totals.dp_size or 1
+        nothing_counts = totals.num_valid_tokens == 0
         metrics: dict[str, Any] = dict(self.constants)
         for name, entry in self.entries.items():
-            if entry.kind == "ratio" and entry.total is None:
+            if entry.kind != "ratio":
+                metrics[name] = make(entry.kind, 0.0 if nothing_counts else numbers[name])
+                continue
+            whole = 1 if entry.total is None else totals.get(entry.total)
+            if whole is None and share is not None and entry.total == VALID_TOKENS:
+                metrics[name] = make("sum", _local(name, entry, numbers) * share * dp_size)
+            elif whole is None:
                 # Nobody counted the mini-batch: verl's own mean over micro-batches is all there is.
                 metrics[name] = make("mean", _local(name, entry, numbers))
-            elif entry.kind == "ratio":
-                share = numbers[name] * dp_size / entry.total if entry.total else 0.0
-                metrics[name] = make("sum", share)
             else:
-                metrics[name] = make(entry.kind, 0.0 if nothing_counts else numbers[name])
+                metrics[name] = make("sum", numbers[name] * dp_size / whole if whole else 0.0)
         for name, (statistic, source) in self.statistics.items():
             for kind in _MOMENT_NAMES:
                 # verl averages over ranks before it sums over micro-batches.

@@ -181,10 +181,15 @@ class ResponseTokens:
         return self.mask.numel()
 
     @property
+    def starts(self) -> Tensor:
+        """int64 [S + 1]: :attr:`offsets` of tokens that have them."""
+        assert self.offsets is not None
+        return self.offsets
+
+    @property
     def lengths(self) -> Tensor:
         """int64 [S]: tokens of each contiguous sequence, counted or not."""
-        assert self.offsets is not None
-        return self._once("lengths", self.offsets.diff)
+        return self._once("lengths", self.starts.diff)
 
     @property
     def sequence(self) -> Tensor:

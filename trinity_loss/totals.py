@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from trinity_loss.errors import ConfigError, MissingFieldError, TotalsError
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens
+
+#: What metrics are averaged over: the tokens that count, after rejection.
+VALID_TOKENS = "batch_num_valid_tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,11 @@ class GroupCount:
     per_row: str
     ids: str
     keys: Callable[[Rows], Sequence[Hashable]]
-    counted_by: ClassVar[Literal["worker"]] = "worker"
+
+    @property
+    def noun(self) -> str:
+        """What the rows of a group have in common, for errors."""
+        return self.per_row.removesuffix("_num_tokens")
 
     def total(self, counts: Mapping[str, int]) -> int | None:
         """The count of the mini-batch among those that were sent, None if it was not."""
@@ -157,7 +164,7 @@ _COUNTS: dict[str, Count | PairCount | GroupCount] = {
         ),
         Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
         PairCount(),
-        Count("batch_num_valid_tokens", "worker", lambda rows: rows.tokens.num_tokens),
+        Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),
         Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
         Count("batch_num_real_sequences", "worker", _num_real_sequences),
         GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
@@ -207,6 +214,12 @@ class Totals:
     def get(self, name: str) -> int | None:
         """The count of that name over the mini-batch, None where nobody counted it."""
         return find_count(name).total(self.counts)
+
+    @property
+    def num_valid_tokens(self) -> int | None:
+        """Tokens that count, or counted until they were rejected; None where nobody counted either."""
+        valid = self.get(VALID_TOKENS)
+        return self.get("batch_num_tokens") if valid is None else valid
 
     def __bool__(self) -> bool:
         return self.dp_size is not None or bool(self.counts)

@@ -6,6 +6,7 @@ What a loss returns is known when it is called, and its first call should not be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.metric_set import MetricSet, check_metric_name
 from trinity_loss.registry import PolicyInputs, PolicyLoss, TokenLoss
 from trinity_loss.tokens import ResponseTokens
-from trinity_loss.totals import find_count
+from trinity_loss.totals import GroupCount, count_names, find_count
 
 #: What else is logged under ``actor/``, by this package and by verl.
 _TAKEN = {
@@ -132,7 +133,11 @@ def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, token
 
 def trial_tokens() -> tuple[ResponseTokens, ...]:
     """What modes are tried on: two sequences, each its own prompt group; then one of them fully masked."""
-    return tuple(tokens.with_prompt_groups(torch.arange(tokens.num_slots)) for tokens in _sequences(1))
+    counts = [name for name in count_names() if isinstance(find_count(name), GroupCount)]
+    return tuple(
+        replace(tokens, groups=dict.fromkeys(counts, tokens.group_by(torch.arange(tokens.num_slots))))
+        for tokens in _sequences(1)
+    )
 
 
 def _sequences(group_size: int) -> Iterator[ResponseTokens]:

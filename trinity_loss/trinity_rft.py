@@ -36,8 +36,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
+from trinity_loss.jagged import is_jagged
 from trinity_loss.row_values import MicroBatchData, get_value
-from trinity_loss.tokens import is_jagged
 from trinity_loss.trinity_terms import EXPERT_COUNTS, Mixture, Term, mean_over_pairs, read_shares, summed
 
 _StockLoss = losses.TrinityPolicyLoss

@@ -17,8 +17,8 @@ from trinity.algorithm.policy_loss_fn.mix_policy_loss import MIXPolicyLossFn
 from verl.utils.metric import Metric
 
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
+from trinity_loss.jagged import is_jagged
 from trinity_loss.row_values import MicroBatchData, get_value
-from trinity_loss.tokens import is_jagged
 from trinity_loss.totals import read_totals
 
 #: What the training worker counts over the mini-batch for losses that mix usual rows and an expert's.

@@ -10,8 +10,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss_config import LossConfig
-from trinity_loss.tokens import ResponseTokens, jagged_parts
+from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import (
     Count,
     GroupCount,

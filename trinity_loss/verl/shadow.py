@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 
+from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.metric_set import moment_key, prefix_key
 from trinity_loss.row_values import MicroBatchData
-from trinity_loss.tokens import jagged_parts
 from trinity_loss.verl.diagnostic import only_warning
 
 #: What the names of its metrics begin with.

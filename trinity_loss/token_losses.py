@@ -1,0 +1,151 @@
+"""The terms of a loss, token by token: policy gradient, entropy, KL, each with what it is differentiated by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.aggregation import AggregationMode, Ratio
+from trinity_loss.autograd import differentiate
+from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.kl import kl_penalty
+from trinity_loss.loss_config import LossConfig
+from trinity_loss.metric_set import MetricSet
+from trinity_loss.micro_batch import MicroBatch
+from trinity_loss.registry import PolicyInputs, TokenLoss
+from trinity_loss.tokens import ResponseTokens
+from trinity_loss.totals import VALID_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One term of the loss, token by token.
+
+    Attributes:
+        name: Key of its metric.
+        coefficient: Its weight in the loss, sign included.
+        mode: How its tokens are aggregated.
+        tokens: Which tokens it counts.
+        values: [N], finite.
+        source: What it is differentiated by: ``log_probs`` or ``entropy``.
+        derivative: Derivative of each value with respect to its own token [N], or one number for all, or a
+            function that takes weights of the values [N] back to the tokens [N].
+    """
+
+    name: str
+    coefficient: float
+    mode: AggregationMode
+    tokens: ResponseTokens
+    values: Tensor
+    source: str
+    derivative: Tensor | float | Callable[[Tensor], Tensor]
+
+    def pull_back(self, weights: Tensor, factor: Tensor | float) -> Tensor:
+        """New tensor [N]: gradient by the source of ``factor`` × the values weighted by ``weights`` [N]."""
+        if isinstance(self.derivative, Tensor):
+            return (weights * self.derivative).mul_(factor)
+        if callable(self.derivative):
+            return self.derivative(weights) * factor
+        return weights * (self.derivative * factor)
+
+
+class TokenLosses:
+    """What a configuration computes of each token.
+
+    Attributes:
+        config: What the loss is.
+        modes: Aggregation mode of each term: ``pg``, ``entropy``, ``kl``.
+        may_be_nonfinite: Fields that may hold a NaN or an infinity at a token that counts.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        self.config = config
+        self.modes = config.aggregation_modes
+        self._policy_loss = config.policy_loss
+        self._policy_arguments = config.policy_arguments
+        neutral = config.nonfinite == "neutral"
+        self.may_be_nonfinite = {"rollout_log_probs"} - set(self._policy_loss.fields) if neutral else set()
+
+    def fields(self, batch: MicroBatch) -> list[str]:
+        """Names of the fields that are read."""
+        names = [*self._policy_loss.fields]
+        names += [name for name in ("rollout_is_weights",) if batch.has(name)]
+        names += ["ref_log_prob"] if self.config.use_kl_loss else []
+        if self.config.rollout_metrics is not None:
+            names += ["old_log_probs", "rollout_log_probs"]
+        return list(dict.fromkeys(names))
+
+    def terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
+        """The terms of a micro-batch whose fields are loaded, and their metrics."""
+        config, tokens, values = self.config, batch.tokens, batch.values
+        terms = [self._policy_term(batch, metrics)]
+        if "entropy" in values:
+            mode, coefficient = self.modes["entropy"], -config.entropy_coeff
+            terms.append(Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0))
+        if config.use_kl_loss:
+            value, slope = kl_penalty(values["log_probs"], values["ref_log_prob"], config.kl_loss_type)
+            mode = self.modes["kl"]
+            terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, "log_probs", slope))
+            metrics.constants["kl_coef"] = config.kl_loss_coef
+        if config.rollout_metrics is not None:
+            self._add_rollout_metrics(batch, config.rollout_metrics, metrics)
+        return terms
+
+    def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
+        loss, tokens = self._policy_loss, batch.tokens
+        fields = {name: batch.values[name] for name in loss.fields}
+        weights = batch.values.get("rollout_is_weights")
+        factor = None if loss.weighs_itself else weights
+
+        def compute(log_prob: Tensor) -> tuple[Tensor, TokenLoss]:
+            result = loss(PolicyInputs(tokens, log_prob, fields, weights), **self._policy_arguments)
+            return result.values if factor is None else result.values * factor, result
+
+        derivative: Any
+        if loss.analytic:
+            values, result = compute(batch.values["log_probs"])
+            derivative = result.derivative
+            if factor is not None:
+                derivative = derivative * factor
+        else:
+            values, result, derivative = differentiate(compute, batch.values["log_probs"])
+        if result.kept is not None:
+            tokens = tokens.reject(result.kept == 0)
+        self._add_policy_metrics(tokens, batch.dtype, result, metrics)
+        return Term("actor/pg_loss", 1.0, self.modes["pg"], tokens, values, "log_probs", derivative)
+
+    def _add_policy_metrics(
+        self, tokens: ResponseTokens, dtype: torch.dtype, result: TokenLoss, metrics: MetricSet
+    ) -> None:
+        mode = self._policy_loss.mode
+        if mode is None:
+            weights, count = tokens.indicator(dtype), tokens.num_tokens
+        else:
+            weights, count = mode.token_weights(tokens, dtype), mode.local_count(tokens)
+        total = VALID_TOKENS if mode is None else mode.total
+        for name, values in result.means.items():
+            if tokens.has_rejections:
+                # How many tokens of the mini-batch stay is known when all of it is computed.
+                metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
+            else:
+                metrics.add_ratio(name, Ratio(tokens.weighted_sum(values, weights), count), total)
+        for name, values in result.maxima.items():
+            metrics.add_extreme(name, "max", tokens.maximum(values))
+        for name, values in result.minima.items():
+            metrics.add_extreme(name, "min", tokens.minimum(values))
+        if result.add_metrics is not None:
+            result.add_metrics(metrics)
+
+    def _add_rollout_metrics(self, batch: MicroBatch, level: str, metrics: MetricSet) -> None:
+        upper, lower = self.config.rollout_metrics_upper, self.config.rollout_metrics_lower
+        old, rollout = batch.values["old_log_probs"], batch.values["rollout_log_probs"]
+        if self.config.nonfinite == "neutral":
+            rollout = torch.where(torch.isfinite(rollout), rollout, old)
+        log_ratio = LogRatio(batch.tokens, old - rollout)
+        applied = log_ratio.weights(level).clamp(max=upper)
+        add_weight_metrics(metrics, log_ratio, applied, level, upper, lower, "rollout_corr/")
+        add_offpolicy_metrics(metrics, log_ratio, old, rollout, "rollout_corr/")
