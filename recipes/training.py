@@ -79,7 +79,7 @@ class Training:
         launcher = launcher_command(address)
         command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes")]
         command += ["--config-name", self.recipe, f"+ray_kwargs.ray_init._temp_dir={self._ray_folder}"]
-        command += [f"ray_kwargs.ray_init.runtime_env.py_executable='{launcher}'", *self.overrides]
+        command += [f"++ray_kwargs.ray_init.runtime_env.py_executable='{launcher}'", *self.overrides]
         server = [sys.executable, str(ROOT / "recipes" / "fork_server.py"), "serve", address]
         with self.log.open("w") as log:
             self._fork_server, self._process = (
