@@ -23,6 +23,7 @@ from trinity_loss.invariance import (
 )
 from trinity_loss.invariance.cuts import Cut, all_cuts, dynamic, even, uneven, whole
 from trinity_loss.invariance.engine import reduce_metrics, run
+from trinity_loss.invariance.figure import draw
 from trinity_loss.invariance.layouts import build
 from trinity_loss.invariance.rows import Deviation
 
@@ -234,11 +235,11 @@ def test_the_sentence_says_how_much_and_why():
     loss = UserLoss(local_sequence_mean, terms=("pg",))
     sentence = quick(loss).sentence
     assert re.fullmatch(
-        r"gradient is \d\.\d+ times too large at 3 micro-batches: "
+        r"gradient is \d\.\d+ times too large at 3 micro-batches, nested layout: "
         "the loss averages over its own micro-batch's sequences",
         sentence,
     )
-    assert "2 times too small at 1 micro-batch, 2 ranks" in quick(UserLoss(without_dp_size)).sentence
+    assert "2 times too small at 1 micro-batch, 2 ranks, nested layout" in quick(UserLoss(without_dp_size)).sentence
 
 
 def test_masked_values_are_reported_and_count_if_strict():
@@ -451,7 +452,8 @@ def test_deviation_measures_size_and_bias():
     assert off.error == pytest.approx(6**-0.5)
     assert Deviation.between(reference, reference) == Deviation(1.0, 0.0, 0.0, 0.0)
     assert Deviation.between(reference * torch.nan, reference).worst == float("inf")
-    assert Deviation.between(reference, reference * 0).worst == float("inf")
+    assert Deviation.between(reference, reference * 0).worst == 1
+    assert Deviation.between(reference * 1e-14, reference * 0, nothing=1e-12).worst == 0
 
 
 def test_recorded_mini_batch_with_wrong_totals(tmp_path):
@@ -488,7 +490,7 @@ def test_report_as_numbers_and_as_a_figure(tmp_path):
     assert plain["ok"] is False
     assert len(plain["rows"]) == len(report.rows)
     assert plain["max_relative_error"] == "inf"
-    report.plot(str(tmp_path / "figure.png"))
+    draw([report], str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 5000
     assert report.curve(1)[3] == pytest.approx(1.0)
 

@@ -8,7 +8,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import fields
+from typing import Any, NoReturn
 
 from trinity_loss import __version__
 from trinity_loss.errors import ConfigError, TrinityLossError
@@ -84,45 +85,26 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     formatter = argparse.RawDescriptionHelpFormatter
     verify = commands.add_parser("verify", help="verify a loss", description=_VERIFY, formatter_class=formatter)
-    verify.add_argument(
-        "--loss",
-        action="append",
-        metavar="NAME",
-        help="ours, verl or trinity, each also with :NAME or :all, or package.module:name; may be given again "
-        "(default: ours)",
-    )
+    add = verify.add_argument
+    names = "ours, verl or trinity, each also with :NAME or :all, or package.module:name; may be given again"
+    add("--loss", action="append", dest="losses", metavar="NAME", help=f"{names} (default: ours)")
     _add_config(verify)
-    verify.add_argument(
-        "--batch", metavar="PATH", help="a recorded mini-batch, its folder, instead of one that is drawn"
-    )
-    verify.add_argument(
-        "--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it"
-    )
-    verify.add_argument(
-        "--micro-batches", type=_numbers, default="1,2,4,8", metavar="N,N", help="per rank (default: %(default)s)"
-    )
-    verify.add_argument(
-        "--ranks", type=_numbers, default="1,2,4", metavar="N,N", help="data-parallel ranks (default: %(default)s)"
-    )
-    verify.add_argument(
-        "--token-budgets",
-        type=_numbers,
-        default=(),
-        metavar="N,N",
-        help="of verl's dynamic batch size, per micro-batch",
-    )
-    verify.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="(default: %(default)s)")
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the mini-batch (default: %(default)s)")
-    verify.add_argument("--tolerance", type=float, default=None, metavar="X", help="relative, taken for rounding")
-    verify.add_argument(
-        "--strict",
-        "--metrics",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="metrics that depend on the cut and NaN at masked tokens fail the loss too (default: ours only)",
-    )
-    verify.add_argument("--json", action="store_true", help="print the report as JSON")
-    verify.add_argument("--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches")
+    add("--batch", metavar="PATH", help="a recorded mini-batch, its folder, instead of one that is drawn")
+    add("--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it")
+    add("--micro-batches", type=_numbers, metavar="N,N", help="per rank (default: 1,2,4,8; with :all 1,3)")
+    add("--ranks", type=_numbers, metavar="N,N", help="data-parallel ranks (default: 1,2,4; with :all 1,3)")
+    add("--token-budgets", type=_numbers, metavar="N,N", help="of verl's dynamic batch size, per micro-batch")
+    add("--group-size", type=int, metavar="N", help="so many consecutive sequences stay together in every cut")
+    own = "a field of your own: token or sequence for numbers that are drawn, or a number; may be given again"
+    add("--field", action="append", type=_field, dest="fields", metavar="NAME=WHAT", help=own)
+    add("--dtype", choices=("float64", "float32"), help="(default: float64)")
+    add("--seed", type=int, metavar="N", help="of the mini-batch (default: 0)")
+    add("--tolerance", type=float, metavar="X", help="relative, taken for rounding (default: 1e-6, float32 1e-5)")
+    strict = "metrics that depend on the cut and NaN at masked tokens fail the loss too (default: ours only)"
+    add("--strict", "--metrics", action=argparse.BooleanOptionalAction, help=strict)
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--markdown", action="store_true", help="print the report to paste it: verdict, versions, table")
+    add("--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches")
     verify.set_defaults(run=_run_verify)
     doctor = commands.add_parser("doctor", help="look for trouble", description=_DOCTOR, formatter_class=formatter)
     _add_config(doctor)
@@ -130,18 +112,19 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.set_defaults(run=_run_doctor)
     bench = commands.add_parser("bench", help="measure the cost", description=_BENCH, formatter_class=formatter)
-    bench.add_argument("--cases", choices=("goals", "sweep", "scaling"), default="goals", help="(default: goals)")
-    bench.add_argument("--sequences", type=_numbers, default=(), metavar="N,N", help="instead of a set of cases")
-    bench.add_argument("--longest", type=_numbers, default=(), metavar="N,N", help="longest response")
-    bench.add_argument("--fill", type=_shares, default=(), metavar="X,X", help="tokens / (sequences × longest)")
-    bench.add_argument("--modes", type=_words, default=(), metavar="NAME,NAME", help="aggregation modes")
-    bench.add_argument("--losses", type=_words, default=None, metavar="NAME,NAME", help="of verl, ours, trinity")
-    bench.add_argument("--runs", type=int, default=9, metavar="N", help="(default: %(default)s)")
-    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    bench.add_argument("--engine-share", action="store_true", help="the share of a step of verl's training worker too")
-    bench.add_argument("--seed", type=int, default=0, metavar="N")
-    bench.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    bench.add_argument("--plot", metavar="FILE", help="draw time against each size that varies")
+    add = bench.add_argument
+    add("--cases", choices=("goals", "sweep", "scaling"), default="goals", help="(default: goals)")
+    add("--sequences", type=_numbers, default=(), metavar="N,N", help="instead of a set of cases")
+    add("--longest", type=_numbers, default=(), metavar="N,N", help="longest response")
+    add("--fill", type=_shares, default=(), metavar="X,X", help="tokens / (sequences × longest)")
+    add("--modes", type=_words, default=(), metavar="NAME,NAME", help="aggregation modes")
+    add("--losses", type=_words, default=None, metavar="NAME,NAME", help="of verl, ours, trinity")
+    add("--runs", type=int, default=9, metavar="N", help="(default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--engine-share", action="store_true", help="the share of a step of verl's training worker too")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--json", action="store_true", help="print what was measured as JSON")
+    add("--plot", metavar="FILE", help="draw time against each size that varies")
     bench.set_defaults(run=_run_bench, overrides=[])
     return parser
 
@@ -176,36 +159,29 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _run_verify(arguments: argparse.Namespace) -> bool:
-    import torch
+def _field(text: str) -> tuple[str, str]:
+    name, _, what = text.partition("=")
+    if not name or not what:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=WHAT, such as reward=sequence")
+    return name, what
 
+
+def _given(options: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that bear the names of a dataclass's fields, as far as they were given."""
+    names = [field.name for field in fields(options)]
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def _run_verify(arguments: argparse.Namespace) -> bool:
+    from trinity_loss.invariance.recorded import load_recording
     from trinity_loss.verify import Options, verify
     from trinity_loss.verl.composed import compose
 
-    config = compose(arguments.config_dir, arguments.config_name, arguments.overrides)
-    losses = tuple(arguments.loss or ["ours"])
-    if arguments.engine is not None and arguments.batch is not None:
-        raise ConfigError("--engine makes its own mini-batch: a recorded one has no tokens for a model to read")
-    batch = None
+    given = _given(Options, arguments) | {"fields": dict(arguments.fields or ())}
     if arguments.batch is not None:
-        from trinity_loss.invariance.recorded import load_recording
-
-        batch = load_recording(arguments.batch)
-    options = Options(
-        losses=losses,
-        batch=batch,
-        micro_batches=arguments.micro_batches,
-        dp_sizes=arguments.ranks,
-        seed=arguments.seed,
-        token_budgets=arguments.token_budgets,
-        dtype=getattr(torch, arguments.dtype),
-        tolerance=arguments.tolerance,
-        strict=arguments.strict,
-        json=arguments.json,
-        plot=arguments.plot,
-        engine=arguments.engine,
-    )
-    return verify(options, config)
+        given["batch"] = load_recording(arguments.batch)
+    options = Options(**given)
+    return verify(options, compose(arguments.config_dir, arguments.config_name, arguments.overrides))
 
 
 def _run_doctor(arguments: argparse.Namespace) -> bool:
@@ -217,26 +193,11 @@ def _run_doctor(arguments: argparse.Namespace) -> bool:
 
 
 def _run_bench(arguments: argparse.Namespace) -> bool:
-    from trinity_loss.bench import LOSS_NAMES, Options, bench
+    from trinity_loss.bench import Options, bench
 
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]!r} is a Hydra override; bench reads no configuration")
-    return bench(
-        Options(
-            cases=arguments.cases,
-            sequences=arguments.sequences,
-            longest=arguments.longest,
-            fill=arguments.fill,
-            modes=arguments.modes,
-            losses=arguments.losses or LOSS_NAMES,
-            runs=arguments.runs,
-            device=arguments.device,
-            engine_share=arguments.engine_share,
-            json=arguments.json,
-            plot=arguments.plot,
-            seed=arguments.seed,
-        )
-    )
+    return bench(Options(**_given(Options, arguments)))
 
 
 if __name__ == "__main__":

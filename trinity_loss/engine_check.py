@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.invariance.check import check_invariance, metric_finding
+from trinity_loss.invariance.check import LAYOUTS, check_invariance
 from trinity_loss.invariance.cuts import Cut, Engine
+from trinity_loss.invariance.diagnosis import metric_finding
 from trinity_loss.invariance.draw import make_mini_batch
+from trinity_loss.invariance.engine import BoundLoss
+from trinity_loss.invariance.measure import Subject, is_ours
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
-from trinity_loss.loss import TrinityPolicyLoss
-from trinity_loss.losses_by_name import Candidate
 from trinity_loss.verl.harness import EngineCase, EngineError, EngineResult, run_cases
 from trinity_loss.verl.harness.engine_case import EngineName
 
@@ -24,34 +25,37 @@ _NO_METRICS = ("perf/", "lr", "mfu", "grad_norm", "actor/micro_batches")
 
 
 def check_in_engine(
-    candidate: Candidate, engine: EngineName, *, tolerance: float = TOLERANCE, strict: bool | None = None
+    bound: BoundLoss, engine: EngineName, *, tolerance: float | None = None, strict: bool | None = None
 ) -> Report:
     """Runs a loss through one of verl's engines, cut in every way that a CPU can reach.
 
     Args:
-        candidate: The loss; it must be picklable.
+        bound: The loss; it must be picklable.
         engine: ``fsdp``: one and two ranks, padded and nested. ``megatron``: one rank, two data-parallel ranks,
             two pipeline stages, each with and without ``calculate_per_token_loss``.
-        tolerance: Largest relative deviation that is taken for rounding.
+        tolerance: Largest relative deviation that is taken for rounding; None: 1e-5.
         strict: Whether metrics count; None: for the losses of this package only.
 
     Raises:
         ConfigError: The loss cannot be pickled, or an engine run failed.
     """
-    ours = isinstance(candidate.loss_fn, TrinityPolicyLoss)
+    if tolerance is None:
+        tolerance = TOLERANCE
+    ours = is_ours(bound.loss_fn)
     strict = ours if strict is None else strict
-    cases = _cases(EngineCase(loss=candidate.loss_fn, trinity_worker=ours), engine)
+    cases = _cases(EngineCase(loss=bound.loss_fn, trinity_worker=ours), engine)
     try:
         results = run_cases(engine, cases)
     except (EngineError, TypeError) as error:
         last = str(error).strip().splitlines()[-1]
-        raise ConfigError(f"{candidate.name} in the {engine} engine: {last}") from error
-    rows = tuple(_row(result, results[0], engine) for result in results[1:])
-    findings = _findings(candidate, rows, tolerance)
+        raise ConfigError(f"{bound.name} in the {engine} engine: {last}") from error
+    sizes = _sizes(bound)
+    rows = tuple(_row(result, results[0], engine, sizes) for result in results[1:])
+    findings = _findings(bound, rows, tolerance)
     metrics = metric_finding(rows, tolerance)
     if metrics is not None:
         findings.append(replace(metrics, counts=strict))
-    return Report(f"{candidate.name} in {engine}", rows, tuple(findings), tolerance=tolerance, strict=strict)
+    return Report(f"{bound.name} in {engine}", rows, tuple(findings), tolerance=tolerance, strict=strict)
 
 
 def _cases(base: EngineCase, engine: EngineName) -> list[EngineCase]:
@@ -70,7 +74,16 @@ def _cases(base: EngineCase, engine: EngineName) -> list[EngineCase]:
     ]
 
 
-def _row(result: EngineResult, whole: EngineResult, engine: EngineName) -> Row:
+def _sizes(bound: BoundLoss) -> dict[str, float]:
+    """What loss and metrics are measured against, where contributions nearly cancel: an engine tells sums only."""
+    try:
+        batch = replace(make_mini_batch(16), group_size=bound.group_size)
+        return Subject(bound.loss_fn, batch, LAYOUTS, 0).sizes
+    except Exception:
+        return {}
+
+
+def _row(result: EngineResult, whole: EngineResult, engine: EngineName, sizes: Mapping[str, float]) -> Row:
     case = result.case
     data_parallel = case.world_size // case.pipeline
     notes = []
@@ -92,18 +105,21 @@ def _row(result: EngineResult, whole: EngineResult, engine: EngineName) -> Row:
     return Row(
         cut,
         gradients={"gradient": Deviation.between(result.gradient, whole.gradient)},
-        loss=Value(result.loss, whole.loss),
-        metrics={name: Value(result.metrics.get(name, float("nan")), whole.metrics[name]) for name in names},
+        loss=Value(result.loss, whole.loss, sizes.get("loss", 0.0)),
+        metrics={
+            name: Value(result.metrics.get(name, float("nan")), whole.metrics[name], sizes.get(name, 0.0))
+            for name in names
+        },
     )
 
 
-def _findings(candidate: Candidate, rows: Sequence[Row], tolerance: float) -> list[Finding]:
+def _findings(bound: BoundLoss, rows: Sequence[Row], tolerance: float) -> list[Finding]:
     """Why, from the experiments of :func:`check_invariance`: an engine only shows that."""
     off = [row for row in rows if row.error > tolerance]
     if not off:
         return []
-    batch = replace(make_mini_batch(36), group_size=candidate.group_size)
-    played = check_invariance(candidate.loss_fn, batch, (1, 2), (1, 2))
+    batch = replace(make_mini_batch(36), group_size=bound.group_size)
+    played = check_invariance(bound.loss_fn, batch, (1, 2), (1, 2))
     found = [finding for finding in played.findings if finding.counts]
     row = off[0]
     shown = f"gradient norm times {row.gradients['gradient'].ratio:.3g}, loss {row.loss.value:.4g} instead of "

@@ -25,5 +25,5 @@ def find_at(field: str, place: str) -> Any:
         raise ConfigError(f"{field} is {place!r}; expected package.module:name")
     try:
         return reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:  # What a module does at its import may fail in any way.
+    except (Exception, SystemExit) as error:  # What a module does at its import may fail in any way.
         raise ConfigError(f"{field} is {place!r}: {type(error).__name__}: {error}") from error

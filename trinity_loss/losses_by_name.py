@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
 from trinity_loss.errors import ConfigError
+from trinity_loss.import_path import find_at
+from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.registry import policy_loss_names
 
@@ -25,27 +27,10 @@ _VERL_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-
 _TRINITY_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A loss to be verified.
-
-    Attributes:
-        name: As in the report.
-        loss_fn: The callable.
-        token_budgets: Token budgets of its configuration.
-        group_size: Consecutive sequences that must stay together.
-    """
-
-    name: str
-    loss_fn: Callable[..., Any]
-    token_budgets: tuple[int, ...] = ()
-    group_size: int = 1
-
-
 _ONE_POSITIONAL = ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
-#: Makes a candidate; making one takes a while, since verl checks the whole configuration.
-Maker = Callable[[], Candidate]
+#: Makes a loss; making one takes a while, since verl checks the whole configuration.
+Maker = Callable[[], BoundLoss]
 
 
 def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
@@ -74,6 +59,30 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
         raise ConfigError(f"--loss is {spec!r}; expected ours, verl:NAME, trinity:NAME or package.module:name")
 
 
+def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_name: str = "ppo_trainer") -> BoundLoss:
+    """A loss as ``trinity-loss verify --loss`` binds it, for :func:`trinity_loss.invariance.assert_invariant`.
+
+    Args:
+        spec: As :func:`candidates` takes it, one loss.
+        *overrides: Hydra overrides, ``key=value``.
+        config_dir: Folder of a verl configuration; None: verl's own.
+        config_name: Its name.
+
+    Raises:
+        ConfigError: There is no such loss, or several, or the configuration does not make it.
+
+    Example:
+        >>> bind_loss("verl:gspo", "actor_rollout_ref.actor.clip_ratio=0.1").name
+        'verl:gspo token-mean'
+    """
+    from trinity_loss.verl.composed import compose
+
+    makers = [*candidates(spec, compose(config_dir, config_name, overrides))]
+    if len(makers) != 1:
+        raise ConfigError(f"{spec} names {len(makers)} losses; expected one")
+    return makers[0]()
+
+
 def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Maker]:
     scales: list[float | None] = [None]
     if family != "trinity" and has_scale_factor(mode):
@@ -97,7 +106,7 @@ def _title(family: str, loss_mode: str, mode: str, scale: Any) -> str:
     return f"{family}:{loss_mode} {mode}{divisor}"
 
 
-def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
     from omegaconf import OmegaConf
 
     from trinity_loss.verl.composed import TARGET, actor_config, token_budgets
@@ -111,10 +120,10 @@ def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) ->
     actor = actor_config(config, policy_loss, **changes)
     made = loss_config(actor, OmegaConf.select(config, "algorithm.rollout_correction"))
     name = _title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor)
-    return Candidate(name, EnginePolicyLoss(made), token_budgets(actor), made.aggregation_modes["pg"].group_size)
+    return BoundLoss(name, EnginePolicyLoss(made), token_budgets(actor), made.aggregation_modes["pg"].group_size)
 
 
-def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
     from verl.workers.utils.losses import ppo_loss
 
     from trinity_loss.verl.composed import actor_config, token_budgets
@@ -126,7 +135,7 @@ def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -
     ours_only = [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()]
     actor = actor_config(_without(config, ours_only), policy_loss, **changes)
     name = _title("verl", policy_loss["loss_mode"], actor.loss_agg_mode, actor.loss_scale_factor)
-    return Candidate(name, partial(ppo_loss, config=actor), token_budgets(actor))
+    return BoundLoss(name, partial(ppo_loss, config=actor), token_budgets(actor))
 
 
 def _verl_fields() -> set[str]:
@@ -165,7 +174,7 @@ class WithRowFields:
         return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
 
-def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> Candidate:
+def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
     from trinity_loss.verl.composed import actor_config, token_budgets
 
     try:
@@ -199,23 +208,21 @@ def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]
         )
     )
     title = f"trinity:{name} {actor.loss_agg_mode}"
-    return Candidate(title, WithRowFields(loss_fn), token_budgets(actor), 2 if name == "dpo" else 1)
+    return BoundLoss(title, WithRowFields(loss_fn), token_budgets(actor), 2 if name == "dpo" else 1)
 
 
-def _from_module(spec: str, config: DictConfig) -> Candidate:
-    module, _, attribute = spec.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--loss {spec}: {error}") from error
+def _from_module(spec: str, config: DictConfig) -> BoundLoss:
+    found = find_at("--loss", spec)
+    if inspect.isclass(found):
+        raise ConfigError(
+            f"--loss {spec} is a class; expected a function or an object: give the module one that is made"
+        )
     if not callable(found):
         raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
     try:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
-        return Candidate(spec, found)
+        return BoundLoss(spec, found, fresh=partial(_made_anew, spec))
     # Ours have the tokens as their one positional argument.
     others = [p.kind for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
     if others in _ONE_POSITIONAL and not {"model_output", "data"} & set(parameters):
@@ -226,8 +233,20 @@ def _from_module(spec: str, config: DictConfig) -> Candidate:
         from trinity_loss.verl.composed import actor_config, token_budgets
 
         actor = actor_config(config)
-        return Candidate(spec, partial(found, config=actor), token_budgets(actor))
-    return Candidate(spec, found)
+        return BoundLoss(spec, partial(found, config=actor), token_budgets(actor))
+    return BoundLoss(spec, found, fresh=partial(_made_anew, spec))
+
+
+def _made_anew(spec: str) -> LossFn:
+    """What stands there in a module that is run again, beside the one that is imported."""
+    module, _, name = spec.partition(":")
+    found = importlib.util.find_spec(module)
+    if found is None or found.loader is None:
+        return find_at("--loss", spec)
+    again = importlib.util.module_from_spec(found)
+    found.loader.exec_module(again)
+    made: Any = reduce(getattr, name.split("."), again)
+    return made
 
 
 def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:
@@ -253,7 +272,7 @@ def _trinity_names() -> tuple[str, ...]:
     return tuple(POLICY_LOSS_FN._default_mapping)
 
 
-_FAMILIES: dict[str, Callable[[str | None, DictConfig, dict[str, Any]], Candidate]] = {
+_FAMILIES: dict[str, Callable[[str | None, DictConfig, dict[str, Any]], BoundLoss]] = {
     "ours": _ours,
     "verl": _verls,
     "trinity": _trinitys,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.invariance.cuts import Cut, Layout, all_cuts
-from trinity_loss.invariance.diagnosis import explain, masked_values, totals_finding
-from trinity_loss.invariance.draw import make_mini_batch
-from trinity_loss.invariance.engine import LossFn
-from trinity_loss.invariance.measure import Subject, describe, variant
+from trinity_loss.invariance.cuts import Cut, Layout, all_cuts, even, whole
+from trinity_loss.invariance.diagnosis import explain, masked_values, metric_finding, not_finite, totals_finding
+from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches
+from trinity_loss.invariance.engine import BoundLoss, LossFn
+from trinity_loss.invariance.measure import Subject, describe, is_ours, variant
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.invariance.ranks import CollectiveError, as_rank
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
-from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.rules import NOT_NEGATIVE, check
 
 #: Largest relative deviation that is taken for rounding, by the type that is computed in.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -25,7 +27,7 @@ LAYOUTS: tuple[Layout, ...] = ("nested", "padded", "packed")
 
 
 def check_invariance(
-    loss_fn: LossFn,
+    loss_fn: LossFn | BoundLoss,
     batch: MiniBatch | None = None,
     micro_batches: Sequence[int] = (1, 2, 4, 8),
     dp_sizes: Sequence[int] = (1, 2, 4),
@@ -37,6 +39,7 @@ def check_invariance(
     strict: bool | None = None,
     name: str | None = None,
     dtype: torch.dtype = torch.float64,
+    special: bool | None = None,
 ) -> Report:
     """Cuts a mini-batch every way and compares gradient, reported loss and metrics with the whole.
 
@@ -45,8 +48,10 @@ def check_invariance(
 
     Args:
         loss_fn: Any callable of verl's engine contract: called with ``model_output=``, ``data=``, ``dp_group=``,
-            it returns a loss and a dictionary of metrics.
-        batch: The mini-batch; None: one is drawn in which every wrong denominator shows.
+            it returns a loss and a dictionary of metrics; or one that was bound by name
+            (:func:`trinity_loss.losses_by_name.bind_loss`).
+        batch: The mini-batch; None: one is drawn in which every wrong denominator shows, and then some that are
+            special.
         micro_batches: Numbers of micro-batches per rank.
         dp_sizes: Numbers of data-parallel ranks.
         seed: Of the mini-batch, of the cuts that are drawn, and of losses that draw.
@@ -59,12 +64,14 @@ def check_invariance(
             only for the losses of this package. They are reported in any case.
         name: Name of the loss in the report.
         dtype: What everything is computed in.
+        special: Whether special mini-batches are tried too; None: where ``batch`` is None.
 
     Returns:
         The report. :attr:`Report.ok` says whether gradient and reported loss are those of the whole.
 
     Raises:
-        ConfigError: A number of pieces is not positive, or the type is neither float64 nor float32.
+        ConfigError: A number of pieces is not positive, the type is neither float64 nor float32, or the
+            mini-batch cannot be cut.
         Exception: What the loss raises on the whole mini-batch, where it takes no layout at all.
 
     Example:
@@ -79,20 +86,32 @@ def check_invariance(
         (False, 'local mean')
     """
     micro_batches, dp_sizes = _numbers("micro_batches", micro_batches), _numbers("dp_sizes", dp_sizes)
+    bound = loss_fn if isinstance(loss_fn, BoundLoss) else BoundLoss(name_of(loss_fn), loss_fn)
+    if special is None:
+        special = batch is None
     if batch is None:
-        batch = make_mini_batch(max(36, max(micro_batches) * max(dp_sizes) + 2), seed)
+        sequences = max(36, max(micro_batches) * max(dp_sizes) + 2)
+        batch = make_mini_batch(sequences + -sequences % bound.group_size, seed)
+    if bound.group_size > 1:
+        batch = replace(batch, group_size=bound.group_size)
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype is {dtype!r}; expected torch.float64 or torch.float32")
-    batch = batch.to(dtype)
-    subject = Subject(loss_fn, batch, tuple(layouts), seed)
+    if tolerance is not None:
+        check("tolerance", tolerance, NOT_NEGATIVE)
+    if len(batch.groups) < 2:
+        raise ConfigError(
+            f"the mini-batch holds {batch.num_sequences} sequence{'s that stay together' * (batch.num_sequences > 1)}: "
+            "it cannot be cut, and so proves nothing"
+        )
     return check_subject(
-        subject,
+        Subject(bound.loss_fn, batch.to(dtype), tuple(layouts), seed, bound.fresh),
         micro_batches,
         dp_sizes,
-        token_budgets=token_budgets,
+        token_budgets=token_budgets or bound.token_budgets,
         tolerance=tolerance,
-        strict=isinstance(loss_fn, TrinityPolicyLoss) if strict is None else strict,
-        name=name or name_of(loss_fn),
+        strict=is_ours(bound.loss_fn) if strict is None else strict,
+        name=name or bound.name,
+        special=special,
     )
 
 
@@ -105,17 +124,43 @@ def check_subject(
     tolerance: float | None = None,
     strict: bool = False,
     name: str = "",
+    special: bool = False,
 ) -> Report:
-    """:func:`check_invariance` of a loss that was tried on its mini-batch already."""
+    """:func:`check_invariance` of a loss that was tried on its mini-batch already.
+
+    Args:
+        subject: The loss.
+        micro_batches: As there, and so are all others.
+        dp_sizes: Likewise.
+        token_budgets: Likewise.
+        tolerance: Likewise.
+        strict: Likewise.
+        name: Likewise.
+        special: Whether special mini-batches are tried too, where the ordinary one shows nothing.
+    """
     skipped = list(subject.skipped)
     batch, seed = subject.batch, subject.seed
-    tolerance = tolerance or TOLERANCES[batch.log_probs.dtype]
+    if tolerance is None:
+        tolerance = TOLERANCES[batch.log_probs.dtype]
+    findings = _before_any_cut(subject)
     cuts = all_cuts(batch, micro_batches, dp_sizes, seed, subject.layouts, token_budgets, skipped)
-    rows = tuple(measure_row(subject, cut) for cut in cuts)
+    rows = [measure_row(subject, cut) for cut in cuts]
+    if any(row.error > tolerance for row in rows):
+        # What remembers its calls answers no experiment.
+        findings += [] if subject.noise == "state between calls" else explain(subject, rows, tolerance)
+    elif not findings:
+        for more, found in _further(subject, tolerance, special, skipped):
+            rows += more
+            if found:
+                findings += found
+                break
+    for finding in (masked_values(subject), metric_finding(rows, tolerance)):
+        if finding is not None:
+            findings.append(replace(finding, counts=strict))
     return Report(
         loss_name=name,
-        rows=rows,
-        findings=tuple(_findings(subject, rows, tolerance, strict)),
+        rows=tuple(rows),
+        findings=tuple(findings),
         skipped=tuple(skipped),
         tolerance=tolerance,
         strict=strict,
@@ -123,11 +168,61 @@ def check_subject(
     )
 
 
-def assert_invariant(loss_fn: LossFn, batch: MiniBatch | None = None, **options: Any) -> Report:
+def _before_any_cut(subject: Subject) -> list[Finding]:
+    """What is wrong with the whole mini-batch already, or with two calls on it."""
+    found = [totals_finding(subject.batch), not_finite(subject)]
+    if subject.changes_inputs:
+        text = "two calls on the same tensors differ: the loss writes into what it is given"
+        found.append(Finding("inputs changed in place", text))
+    elif subject.noise is not None and found[1] is None:
+        said = "the loss draws random numbers"
+        if subject.noise != "random numbers":
+            said = "the loss keeps something between calls, or draws from a generator of its own"
+        found.append(Finding(subject.noise, f"two calls on the same whole mini-batch differ: {said}"))
+    return [finding for finding in found if finding is not None]
+
+
+def _further(
+    subject: Subject, tolerance: float, special: bool, skipped: list[tuple[str, str]]
+) -> Iterator[tuple[list[Row], list[Finding]]]:
+    """What an ordinary mini-batch and one loss object do not show, a few cuts each."""
+    batch, base = subject.batch, subject.base
+    pieces = min(3, len(batch.groups))
+    cut = Cut("fresh", even(batch, pieces, 1), base, note="never called before")
+    rows = [measure_row(subject, cut, subject.fresh())]
+    cut = Cut("ranks", even(batch, 1, 2), base, note="each knowing its rank")
+    row = measure_row(subject, cut)
+    if row.failure is not None and CollectiveError.__name__ in row.failure:
+        skipped.append(("process group", "the loss calls a collective, which is not played here"))
+    else:
+        rows.append(row)
+    for row in rows:
+        yield [row], explain(subject, [row], tolerance)
+    for what, other_batch in special_mini_batches(batch, subject.seed) if special else ():
+        many = other_batch.num_sequences < batch.num_sequences
+        some = [(other_batch.num_sequences, 1)] if many else [(pieces, 1), (2, 2)]
+        try:
+            other = subject.on(other_batch)
+        except Exception as error:
+            cut = replace(whole(other_batch, base), kind="special", note=what)
+            row = Row(cut, failure=describe(error))
+            yield [row], [Finding("fails on a cut", f"with {what}, the whole mini-batch raises {describe(error)}")]
+            continue
+        rows = [measure_row(other, Cut("special", even(other_batch, m, d), base, note=what)) for m, d in some]
+        broken = not_finite(other, f"a whole mini-batch with {what}")
+        found = [] if broken is None else [broken]
+        if many and max(row.error for row in rows) > tolerance:
+            text = f"gradient or loss is {max(row.error for row in rows):.2g} off at {rows[0].cut.place}"
+            found.append(Finding("counts in low precision", f"{text}, and right with short ones"))
+        yield rows, found or explain(other, rows, tolerance)
+
+
+def assert_invariant(loss_fn: LossFn | BoundLoss, batch: MiniBatch | None = None, **options: Any) -> Report:
     """For a test suite: raises with the table where :func:`check_invariance` finds a fault.
 
     Args:
-        loss_fn: Any callable of verl's engine contract.
+        loss_fn: Any callable of verl's engine contract, or a loss by name:
+            ``bind_loss("my_package.my_module:my_policy_loss", "actor_rollout_ref.actor.clip_ratio=0.1")``.
         batch: The mini-batch; None: one is drawn.
         **options: Other arguments of :func:`check_invariance`.
 
@@ -167,58 +262,51 @@ def name_of(loss_fn: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def measure_row(subject: Subject, cut: Cut) -> Row:
-    """One cut, compared with the whole."""
-    reference = subject.whole
+def measure_row(subject: Subject, cut: Cut, loss_fn: LossFn | None = None) -> Row:
+    """One cut, compared with the whole.
+
+    Args:
+        subject: The loss.
+        cut: The cut.
+        loss_fn: Another loss instead, which is not taken apart into terms.
+    """
+    reference, alone = subject.whole, loss_fn is not None or cut.kind in ("special", "ranks")
     try:
-        measured = subject.measure(cut)
+        if alone:
+            outcome = subject.run(cut, loss_fn=loss_fn, as_rank=as_rank if cut.kind == "ranks" else None)
+            terms = {"gradient": outcome.gradient}
+        else:
+            measured = subject.measure(cut)
+            outcome, terms = measured.outcome, dict(measured.terms)
     except Exception as error:
         return Row(cut, failure=describe(error))
     failure = None
-    if measured.outcome.without_graph:
+    if outcome.without_graph:
         failure = "the loss of a micro-batch has no graph: backward raises"
-    names = [*reference.outcome.metrics, *(k for k in measured.outcome.metrics if k not in reference.outcome.metrics)]
-    nan = float("nan")
+    zero = torch.zeros_like(reference.terms["gradient"])
+    nothing = subject.nothing * max(float(reference.terms["gradient"].norm()), 1e-3)
+    names = [*reference.outcome.metrics, *(k for k in outcome.metrics if k not in reference.outcome.metrics)]
+    nan, sizes = float("nan"), subject.sizes
     return Row(
         cut,
-        gradients={t: Deviation.between(measured.terms[t], gradient) for t, gradient in reference.terms.items()},
-        loss=Value(measured.outcome.loss, reference.outcome.loss),
+        gradients={
+            t: Deviation.between(gradient, reference.terms.get(t, zero[: gradient.numel()]), nothing)
+            for t, gradient in terms.items()
+        },
+        loss=Value(outcome.loss, reference.outcome.loss, sizes["loss"]),
         metrics={
-            key: Value(measured.outcome.metrics.get(key, nan), reference.outcome.metrics.get(key, nan)) for key in names
+            key: Value(
+                outcome.metrics.get(key, nan), reference.outcome.metrics.get(key, nan), _size(subject, outcome, key)
+            )
+            for key in names
+            if subject.of_the_batch(key)
         },
         failure=failure,
     )
 
 
-def _findings(subject: Subject, rows: Sequence[Row], tolerance: float, strict: bool) -> list[Finding]:
-    findings = []
-    totals = totals_finding(subject.batch)
-    if totals is not None:
-        findings.append(totals)
-    if any(row.error > tolerance for row in rows):
-        findings += explain(subject, rows, tolerance)
-    masked = masked_values(subject, tolerance)
-    for finding in (masked, metric_finding(rows, tolerance)):
-        if finding is not None:
-            findings.append(Finding(finding.name, finding.text, counts=strict))
-    return findings
-
-
-def metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
-    """The metric that is furthest from that of the whole, and the names of the others that are off."""
-    worst: dict[str, tuple[Row, Value]] = {}
-    for row in rows:
-        for key, value in row.metrics.items():
-            if value.error > tolerance and (key not in worst or value.error > worst[key][1].error):
-                worst[key] = (row, value)
-    if not worst:
-        return None
-    key, (row, value) = max(worst.items(), key=lambda item: item[1][1].error)
-    others = f" (and {len(worst) - 1} more: {', '.join(k for k in worst if k != key)})" if len(worst) > 1 else ""
-    return Finding(
-        "metric depends on the cut",
-        f"{key} reads {value.value:.4g} at {row.cut.label}, {value.whole:.4g} on the whole mini-batch{others}",
-    )
+def _size(subject: Subject, outcome: Any, key: str) -> float:
+    return max(subject.sizes.get(key, 0.0), outcome.sizes.get(key, 0.0))
 
 
 def _float32_error(subject: Subject) -> float:
@@ -227,8 +315,7 @@ def _float32_error(subject: Subject) -> float:
         return float("nan")
     single = variant(subject.batch, "to", torch.float32)
     try:
-        outcome = subject.run(Cut("even", ((tuple(range(single.num_sequences)),),), subject.base), single)
+        outcome = subject.run(whole(single, subject.base), single)
     except Exception:
         return float("nan")
-    gradient = torch.cat([outcome.log_prob_gradient, outcome.entropy_gradient])
-    return Deviation.between(gradient, subject.whole.terms["gradient"]).error
+    return Deviation.between(outcome.gradient, subject.whole.terms["gradient"]).error

@@ -58,6 +58,11 @@ class Cut:
             pieces.append(self.note or self.kind)
         return ", ".join(pieces)
 
+    @property
+    def place(self) -> str:
+        """:attr:`label` and the layout, for a sentence."""
+        return f"{self.label}, {self.layout} layout"
+
 
 def whole(batch: MiniBatch, layout: Layout = "nested", width: int | None = None) -> Cut:
     """The mini-batch in one piece."""
@@ -141,17 +146,24 @@ def all_cuts(
 
     Cuts that the mini-batch is too small for are left out; ``skipped`` says which, and why.
     """
-    groups = len(batch.groups)
+    groups, size = len(batch.groups), batch.group_size
     most = max((m for m in micro_batches if m + 1 < groups), default=1)
     ranks = max((d for d in dp_sizes if 2 * d + 1 < groups), default=1)
     base: Layout = layouts[0]
     for d in dp_sizes:
         for m in micro_batches:
-            if 1 < m * d <= groups:
+            if m * d > groups:
+                skipped.append(
+                    (
+                        f"{m} × {d} pieces",
+                        f"the mini-batch has {groups} {'sequences' if size == 1 else f'groups of {size} sequences'}",
+                    )
+                )
+            elif m * d > 1:
                 yield Cut("even", even(batch, m, d), base)
     some = [(min(4, most), 1)] + ([(min(2, most), ranks)] if ranks > 1 else [])
     for m, d in {(most, 1): None, **dict.fromkeys(some[1:])}:
-        if m * d > 1:
+        if 1 < m * d < groups:
             yield Cut("uneven", uneven(batch, m, d, seed), base)
     if batch.cut is not None:
         yield Cut("recorded", batch.cut, base, note="as recorded")

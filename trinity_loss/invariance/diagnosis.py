@@ -11,59 +11,103 @@ from trinity_loss.invariance.cuts import Cut, Layout, whole
 from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.probe import Cause, causes, with_masked
-from trinity_loss.invariance.rows import TERMS, Finding, Row
+from trinity_loss.invariance.rows import TERMS, Finding, Row, Value
+
+#: Cuts that show one cause, and nothing else did.
+_OF_KIND = {
+    "fresh": Cause("state between calls", "{} keeps what its first call computed"),
+    "ranks": Cause("rank identity", "{} asks which rank it is on"),
+}
+_LAYOUT = Cause("layout", "{} is another one in another layout of the same sequences")
 
 
 def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Finding]:
-    """Findings on gradient and reported loss, the gravest first.
+    """Findings on gradient and reported loss, the gravest first; never empty where a row is above the tolerance.
 
     Args:
         subject: The loss.
         rows: What was measured.
         tolerance: Largest deviation that is taken for rounding.
     """
+    off = [row for row in rows if row.error > tolerance]
     findings = []
-    wrong: dict[Cause, list[str]] = {}
-    for term in [t for t in TERMS if t in subject.whole.terms and t != "gradient"]:
-        if any(term in row.gradients and row.gradients[term].worst > tolerance for row in rows):
-            for cause in causes(subject, term):
-                wrong.setdefault(cause, []).append(term)
+    wrong = _wrong_terms(subject, off, tolerance)
     terms = [t for t in subject.whole.terms if t != "gradient"]
-    broken = [row for row in rows if row.failure or not math.isfinite(row.error)]
     for cause, of in wrong.items():
-        row, deviation = _typical(cause, rows, of if len(of) < len(terms) else ["gradient"], tolerance)
-        if row is None:
+        everything = len(of) >= len(terms)
+        found = _typical(cause, rows, ["gradient"] if everything else of, tolerance) or _typical(
+            cause, rows, of, tolerance
+        )
+        if found is None:
             continue
-        part = "" if len(of) == len(terms) else f" of the {' and '.join(TERMS[t] for t in of)}"
-        who = "the loss" if len(of) == len(terms) else f"its {' and '.join(TERMS[t] for t in of)} term"
-        text = f"gradient{part} is {_how_wrong(*deviation)} at {row.cut.label}: {cause.why.format(who)}"
-        findings.append(Finding(cause.name, text))
-    findings += _broken_findings(subject, broken, bool(wrong))
-    gradients_fine = all(row.gradient_error <= tolerance for row in rows)
-    off = [row for row in rows if tolerance < row.loss.error < math.inf and not row.failure]
-    if off and gradients_fine:
-        loss = off[0].loss
+        row, how = found
+        part = "" if everything else f" of the {' and '.join(TERMS[t] for t in of)}"
+        who = (
+            "the loss"
+            if everything
+            else f"its {' and '.join(TERMS[t] for t in of)} term".replace("terms term", "terms")
+        )
+        findings.append(Finding(cause.name, f"gradient{part} is {how} at {row.cut.place}: {cause.why.format(who)}"))
+    broken = [row for row in off if row.failure or not math.isfinite(row.error)]
+    if broken:
+        findings.append(_broken(subject, broken[0]))
+    reported = [row for row in off if row not in broken]
+    if reported and all(row.gradient_error <= tolerance for row in rows):
+        row = reported[0]
+        text = f"the reported loss is {_two(row.loss)} at {row.cut.place}, though its gradient is right"
+        findings.append(Finding("reported loss", text))
+    if off and not findings:
+        row = max(off, key=lambda row: row.gradient_error)
+        term = max(row.gradients, key=lambda t: row.gradients[t].worst)
+        tried = "not width, order, the values or the number of other sequences, ranks, or numbers of micro-batches"
+        kinds = ", ".join(sorted({row.cut.label for row in off}, key=len)[:3])
         findings.append(
             Finding(
-                "reported loss",
-                f"the reported loss is {loss.value:.6g} at {off[0].cut.label} and {loss.whole:.6g} on the whole "
-                "mini-batch, though its gradient is right",
+                "unexplained",
+                f"gradient of the {TERMS[term]} is {_how_wrong(row, term)} at {row.cut.place}, and no experiment says "
+                f"why: {tried} (off at {kinds})",
             )
         )
     return findings
 
 
-def _how_wrong(ratio: float, error: float) -> str:
-    if ratio > 1.1:
-        return f"{ratio:.3g} times too large"
-    if ratio < 0.9:
-        return f"{1 / ratio:.3g} times too small" if ratio else "0"
-    return f"{error:.2g} of its norm off" if error >= 1 else f"{error:.1%} off"
+def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict[Cause, list[str]]:
+    """The causes, each with the terms it was found in."""
+    wrong: dict[Cause, list[str]] = {}
+    finite = [row for row in off if row.failure is None and math.isfinite(row.error)]
+    kinds = {row.cut.kind for row in finite}
+    if len(kinds) == 1 and (kind := next(iter(kinds))) in _OF_KIND:
+        return {_OF_KIND[kind]: ["gradient", *(t for t in subject.whole.terms)]}
+    for term in [t for t in TERMS if t != "gradient"]:
+        shown = [row for row in finite if term in row.gradients and row.gradients[term].worst > tolerance]
+        if shown:
+            plainest = min(shown, key=lambda row: row.cut.micro_batches * len(row.cut.ranks))
+            pieces = [rows for rank in plainest.cut.ranks for rows in rank]
+            for cause in causes(subject, term, max(row.gradients[term].worst for row in shown), pieces):
+                wrong.setdefault(cause, []).append(term)
+    worst = max((row.gradient_error for row in finite), default=0.0)
+    if not wrong and worst > tolerance:
+        everything = list(subject.whole.terms)
+        if finite and all(row.cut.layout != subject.base for row in finite):
+            return {_LAYOUT: everything}
+        # A cut that is not taken apart into terms, or a term that none of them is.
+        for cause in causes(subject, "pg", worst):
+            wrong.setdefault(cause, []).extend(everything)
+    return wrong
 
 
-def _typical(
-    cause: Cause, rows: Sequence[Row], terms: list[str], tolerance: float
-) -> tuple[Row | None, tuple[float, float]]:
+def _how_wrong(row: Row, term: str) -> str:
+    deviation = row.gradients[term]
+    if math.isinf(deviation.ratio):
+        return "not 0"
+    if deviation.ratio > 1.1:
+        return f"{deviation.ratio:.3g} times too large"
+    if deviation.ratio < 0.9:
+        return f"{1 / deviation.ratio:.3g} times too small" if deviation.ratio else "0"
+    return f"{deviation.error:.2g} of its norm off" if deviation.error >= 1 else f"{100 * deviation.error:.2g} % off"
+
+
+def _typical(cause: Cause, rows: Sequence[Row], terms: list[str], tolerance: float) -> tuple[Row, str] | None:
     """The plainest cut on which the cause shows, and how far off it is there."""
 
     def rank(row: Row) -> tuple[bool, bool, int, int]:
@@ -80,49 +124,82 @@ def _typical(
         for term in terms:
             deviation = row.gradients.get(term)
             if deviation and math.isfinite(deviation.worst) and deviation.worst > tolerance:
-                return row, (deviation.ratio, deviation.error)
-    return None, (1.0, 0.0)
+                return row, _how_wrong(row, term)
+    return None
 
 
-def _broken_findings(subject: Subject, broken: Sequence[Row], explained: bool) -> list[Finding]:
-    if not broken:
-        return []
+def _two(value: Value) -> str:
+    """Two numbers with as many digits as tell them apart."""
+    for digits in (4, 6, 9, 12):
+        if f"{value.value:.{digits}g}" != f"{value.whole:.{digits}g}":
+            break
+    return f"{value.value:.{digits}g}, {value.whole:.{digits}g} on the whole mini-batch"
+
+
+def _broken(subject: Subject, row: Row) -> Finding:
+    """What a cut fails on."""
     empty = _empty_micro_batch(subject)
-    if empty is not None:
-        text = f"a micro-batch without a valid token {empty} (as at {broken[0].cut.label})"
-        return [Finding("empty micro-batch", text)]
-    row = broken[0]
-    return [Finding("fails on a cut", f"at {row.cut.label}, {row.cut.layout}: {row.failure or 'NaN or infinity'}")]
+    valid = [group for group in subject.batch.groups if all(subject.batch.valid_counts[i] for i in group)]
+    # What as few valid sequences do too is not for want of a token.
+    if empty is not None and _failure(subject, [i for group in valid[:2] for i in group], 1) is None:
+        text = f"a micro-batch without a valid token {empty} (as at {row.cut.place})"
+        return Finding("empty micro-batch", text)
+    where = f"at {row.cut.place}"
+    for rows in (rows for rank in row.cut.ranks for rows in rank):
+        what = _failure(subject, rows, len(row.cut.ranks))
+        if what is not None:
+            tokens = sum(subject.batch.valid_counts[i] for i in rows)
+            where += f", on a micro-batch of {len(rows)} sequence{'s' * (len(rows) > 1)} and {tokens} valid tokens"
+            return Finding("fails on a cut", f"{where}: it {what}")
+    return Finding("fails on a cut", f"{where}: {row.failure or 'NaN or infinity'}")
 
 
 def _empty_micro_batch(subject: Subject) -> str | None:
     """What happens on a micro-batch of masked sequences, None if all is well."""
     batch, rows = with_masked(subject, 3, 2)
+    return _failure(subject, rows, 1, batch)
+
+
+def _failure(subject: Subject, rows: Sequence[int], ranks: int, batch: MiniBatch | None = None) -> str | None:
+    """What is wrong with one micro-batch, None if all is well."""
     try:
-        outcome = subject.run(Cut("even", ((tuple(rows),),), subject.base), batch)
+        outcome = subject.run(Cut("even", ((tuple(rows),),), subject.base), batch, {"dp_size": ranks})
     except Exception as error:
         return f"raises {describe(error)}"
     if outcome.without_graph:
         return "gives a loss without a graph, so that backward raises there"
-    gradients = torch.cat([outcome.log_prob_gradient, outcome.entropy_gradient])
-    if not math.isfinite(outcome.loss) or not bool(torch.isfinite(gradients).all()):
-        return "gives NaN or infinity"
+    return None if outcome.finite else "gives NaN or infinity"
+
+
+def not_finite(subject: Subject, what: str = "the whole mini-batch") -> Finding | None:
+    """Whether the whole mini-batch gives a number at all."""
+    if subject.outcome.finite:
+        return None
+    valid = [i for i, count in enumerate(subject.batch.valid_counts) if count]
+    without = subject.batch.group_size == 1 and len(valid) < subject.batch.num_sequences
+    why = ""
+    if without and _failure(subject, valid, 1) is None:
+        why = ": a sequence without a valid token makes it so"
+    return Finding("not finite", f"loss or gradient of {what} is NaN or infinite{why}")
+
+
+def masked_values(subject: Subject) -> Finding | None:
+    """Whether NaN or infinity at masked tokens reaches loss or gradient, and by which field."""
+    if not subject.outcome.finite:
+        return None
+    for value in ("NaN", "infinity"):
+        number = math.nan if value == "NaN" else math.inf
+        reached = _reached(subject, number, (), subject.layouts)
+        if reached is not None:
+            names = ["log_probs", "entropy", *subject.batch.token_fields]
+            culprits = [name for name in names if _reached(subject, number, (name,), (subject.base,)) is not None]
+            where = f" of {', '.join(culprits)}" if culprits else ""
+            return Finding("masked NaN", f"{value} at a masked token{where} reaches {reached}")
     return None
 
 
-def masked_values(subject: Subject, tolerance: float) -> Finding | None:
-    """Whether NaN at masked tokens reaches loss or gradient, and by which field."""
-    reached = _reached_by_nan(subject, (), subject.layouts)
-    if reached is None:
-        return None
-    names = ["log_probs", "entropy", *subject.batch.token_fields]
-    culprits = [name for name in names if _reached_by_nan(subject, (name,), (subject.base,)) is not None]
-    where = f" of {', '.join(culprits)}" if culprits else ""
-    return Finding("masked NaN", f"NaN at a masked token{where} reaches {reached}")
-
-
-def _reached_by_nan(subject: Subject, names: tuple[str, ...], layouts: Sequence[Layout]) -> str | None:
-    poisoned = variant(subject.batch, "with_nan_at_masked", *names)
+def _reached(subject: Subject, number: float, names: tuple[str, ...], layouts: Sequence[Layout]) -> str | None:
+    poisoned = variant(subject.batch, "with_masked_tokens_at", number, *names)
     reached = [_reached_in_layout(subject, poisoned, layout) for layout in layouts]
     return next((what for what in reached if what is not None), None)
 
@@ -136,14 +213,30 @@ def _reached_in_layout(subject: Subject, poisoned: MiniBatch, layout: Layout) ->
     if not math.isfinite(outcome.loss):
         return "the loss"
     counted = (poisoned.response_mask != 0).repeat(2)
-    gradient = torch.cat([outcome.log_prob_gradient, outcome.entropy_gradient])
     healthy = subject.healthy(layout)
-    clean = torch.cat([healthy.log_prob_gradient, healthy.entropy_gradient])
+    gradient, clean = outcome.gradient, healthy.gradient
     if not torch.allclose(gradient[counted], clean[counted], rtol=1e-6, atol=1e-12 * float(clean.abs().max())):
         return "the gradient"
     if not bool(torch.isfinite(gradient).all()):
         return "the gradient of the masked token itself"
+    for key, value in outcome.metrics.items():
+        if not math.isfinite(value) and math.isfinite(healthy.metrics.get(key, math.nan)):
+            return f"the metric {key}"
     return None
+
+
+def metric_finding(rows: Sequence[Row], tolerance: float) -> Finding | None:
+    """The metric that is furthest from that of the whole, and the names of the others that are off."""
+    worst: dict[str, tuple[Row, Value]] = {}
+    for row in rows:
+        for key, value in row.metrics.items():
+            if value.error > tolerance and (key not in worst or value.error > worst[key][1].error):
+                worst[key] = (row, value)
+    if not worst:
+        return None
+    key, (row, value) = max(worst.items(), key=lambda item: item[1][1].error)
+    others = f" (and {len(worst) - 1} more: {', '.join(k for k in worst if k != key)})" if len(worst) > 1 else ""
+    return Finding("metric depends on the cut", f"{key} reads {_two(value)} at {row.cut.place}{others}")
 
 
 def totals_finding(batch: MiniBatch) -> Finding | None:

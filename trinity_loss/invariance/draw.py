@@ -1,13 +1,16 @@
-"""Draws a mini-batch for a check."""
+"""Draws mini-batches for a check: one in which every wrong denominator shows, and some that are special."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.minibatch import MiniBatch
 
 
@@ -66,4 +69,97 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
             "rollout_is_weights": 0.5 + uniform(tokens),
         },
         uids=[f"prompt-{i // 4}" for i in range(sequences)],
+    )
+
+
+def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0) -> MiniBatch:
+    """A mini-batch with fields of a user's own.
+
+    Args:
+        batch: The mini-batch.
+        fields: By name: ``token`` or ``sequence`` for a number drawn per response token or per sequence, or a
+            number, which is the same in every micro-batch.
+        seed: Of what is drawn.
+
+    Raises:
+        ConfigError: A value is none of these.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    tokens, rows, constants = dict(batch.token_fields), dict(batch.sequence_fields), dict(batch.constants)
+    for name, value in fields.items():
+        if value in ("token", "sequence"):
+            fields_of, size = (tokens, batch.num_tokens) if value == "token" else (rows, batch.num_sequences)
+            fields_of[name] = torch.rand(size, generator=draw, dtype=torch.float64).to(batch.log_probs.dtype)
+            continue
+        try:
+            constants[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            raise ConfigError(f"--field is {name}={value}; expected {name}=token, =sequence or =NUMBER") from None
+    return replace(batch, token_fields=tokens, sequence_fields=rows, constants=constants)
+
+
+def special_mini_batches(batch: MiniBatch, seed: int = 0) -> Iterator[tuple[str, MiniBatch]]:
+    """Mini-batches in which faults show that an ordinary one hides, each with what is special about it.
+
+    Args:
+        batch: The ordinary one, whose fields they have.
+        seed: Of what is drawn.
+    """
+    advantages = batch.token_fields.get("advantages")
+    lengths, old = batch.response_lengths, batch.token_fields.get("old_log_probs")
+    if advantages is not None:
+        uids = list(batch.uids or map(str, range(batch.num_sequences)))
+        names = sorted(set(uids))
+        group = torch.tensor([names.index(uid) for uid in uids])
+        draw = torch.Generator().manual_seed(seed)
+        reward = torch.randn(batch.num_sequences, generator=draw, dtype=torch.float64)
+        sums = torch.zeros(len(names), dtype=torch.float64).index_add(0, group, reward)
+        centred = reward - (sums / group.bincount(minlength=len(names)))[group]
+        # Two of three prompts have answers that are all alike, so that whole micro-batches have nothing to gain.
+        for what, per_sequence, on_policy in (
+            ("advantages centred by group, on-policy", centred, True),
+            ("no advantage in most groups", torch.where(group % 3 == 0, centred, 0.0), False),
+            ("no advantage anywhere", torch.zeros_like(centred), False),
+        ):
+            changed = {"advantages": torch.repeat_interleave(per_sequence, lengths).to(advantages)}
+            if on_policy and old is not None:
+                changed["old_log_probs"] = batch.log_probs.detach().clone()
+            yield what, batch.with_fields(**changed)
+    if batch.group_size == 1 and batch.num_sequences >= 8:
+        yield "responses of length 0 and 1", _shortened(batch)
+        yield "responses of 12,000 tokens", _repeated(batch, 12_000)
+
+
+def _shortened(batch: MiniBatch) -> MiniBatch:
+    """Every fourth response of length 1, another one of length 0, none alone in an even cut."""
+    lengths = batch.response_lengths.tolist()
+    kept = [1 if i % 4 == 0 else 0 if i == 5 else n for i, n in enumerate(lengths)]
+    index = torch.cat([torch.arange(a, a + n) for a, n in zip(batch.starts, kept, strict=False)])
+    return _with_tokens(batch, torch.tensor(kept), index, list(range(batch.num_sequences)))
+
+
+def _repeated(batch: MiniBatch, length: int) -> MiniBatch:
+    """The six longest sequences, each repeated up to so many tokens: counts that few bits cannot hold."""
+    longest = sorted(range(batch.num_sequences), key=lambda i: -batch.valid_counts[i])[:6]
+    pieces = [
+        batch.starts[i] + torch.arange(length + 61 * k) % int(batch.response_lengths[i]) for k, i in enumerate(longest)
+    ]
+    return _with_tokens(batch, torch.tensor([len(p) for p in pieces]), torch.cat(pieces), longest)
+
+
+def _with_tokens(batch: MiniBatch, lengths: Tensor, index: Tensor, rows: list[int]) -> MiniBatch:
+    return replace(
+        batch,
+        prompt_lengths=batch.prompt_lengths[rows],
+        response_lengths=lengths,
+        response_mask=batch.response_mask[index],
+        log_probs=batch.log_probs[index],
+        entropy=None if batch.entropy is None else batch.entropy[index],
+        token_fields={name: values[index] for name, values in batch.token_fields.items()},
+        sequence_fields={name: values[rows] for name, values in batch.sequence_fields.items()},
+        loss_mask=None if batch.loss_mask is None else batch.loss_mask[index],
+        uids=None if batch.uids is None else [batch.uids[i] for i in rows],
+        totals={},
+        cut=None,
+        input_ids=None,
     )

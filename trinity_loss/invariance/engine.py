@@ -8,8 +8,10 @@ through verl's three reductions: over the micro-batches of a rank, over ranks, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -27,8 +29,35 @@ LossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 Builder = Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]
 
 
+#: What verl's engines and trainers count of a mini-batch.
+VERLS_TOTALS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+
 class ContractError(TrinityLossError):
     """A loss did not return what the engine expects of it."""
+
+
+@dataclass(frozen=True)
+class BoundLoss:
+    """A loss to be verified, with what is known of how it is used.
+
+    Attributes:
+        name: As in the report.
+        loss_fn: The callable of the engine's contract.
+        token_budgets: Token budgets of its configuration.
+        group_size: Consecutive sequences that must stay together.
+        fresh: Makes the loss anew, as it was before it was ever called; None: it is copied.
+    """
+
+    name: str
+    loss_fn: LossFn
+    token_budgets: tuple[int, ...] = ()
+    group_size: int = 1
+    fresh: Callable[[], LossFn] | None = None
+
+    def __call__(self, **inputs: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """The loss itself."""
+        return self.loss_fn(**inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +70,8 @@ class Outcome:
         entropy_gradient: [N] float64, zeros where the batch has no entropy.
         metrics: As verl reduces them.
         without_graph: Micro-batches whose loss does not reach the model: backward raises there.
+        sizes: The same sums and means of absolute values, by the metric's name and ``loss``: what a deviation
+            is measured against, since they cannot cancel.
     """
 
     loss: float
@@ -48,17 +79,32 @@ class Outcome:
     entropy_gradient: Tensor
     metrics: dict[str, float]
     without_graph: int = 0
+    sizes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gradient(self) -> Tensor:
+        """[2 N]: with respect to log-probs, then entropies."""
+        return torch.cat([self.log_prob_gradient, self.entropy_gradient])
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are numbers, and every micro-batch has a gradient."""
+        return bool(torch.isfinite(self.gradient).all()) and np.isfinite(self.loss) and not self.without_graph
 
 
 def reduce_metrics(emitted: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, float]:
     """One value per key from the dictionaries of every rank and micro-batch, as verl reduces them.
 
-    verl's ``Metric`` objects go through their own ``aggregate_dp``; anything else is averaged without weights,
-    or its maximum or minimum taken where the key says so anywhere in its name.
+    verl's ``Metric`` objects go through their own ``aggregate_dp``; anything else, numbers and lists of numbers,
+    is averaged without weights, or its maximum or minimum taken where the key says so anywhere in its name.
 
     Raises:
         ContractError: Ranks emit other keys, or a value is no number.
     """
+    return {key: value for key, (value, _) in _reduce_all(emitted).items()}
+
+
+def _reduce_all(emitted: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, tuple[float, float]]:
     per_rank = [_by_key(rank) for rank in emitted]
     if any(set(lists) != set(per_rank[0]) for lists in per_rank):
         raise ContractError("ranks emit metrics of different names, which verl cannot reduce")
@@ -69,23 +115,45 @@ def _by_key(rank: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     lists: dict[str, list[Any]] = {}
     for metrics in rank:
         for key, value in metrics.items():
-            lists.setdefault(key, []).append(value)
+            lists.setdefault(key, []).extend(value if isinstance(value, list | tuple) else [value])
     return lists
 
 
-def _reduce(key: str, ranks: list[list[Any]]) -> float:
-    first = ranks[0][0]
+def _reduce(key: str, ranks: list[list[Any]]) -> tuple[float, float]:
+    """The metric, and its size."""
+    first: Any = next(chain.from_iterable(ranks), 0.0)
     try:
         if hasattr(first, "aggregate_dp"):
             merged = [first.init_list() for _ in ranks]
             for metric, values in zip(merged, ranks, strict=True):
                 for value in values:
                     metric.append(value)
-            return float(type(first).aggregate_dp(merged))
+            reduced = float(type(first).aggregate_dp(merged))
+            for metric in merged:
+                metric.values = [abs(value) for value in metric.values]
+            return reduced, float(type(first).aggregate_dp(merged))
         flat = [float(value) for value in chain.from_iterable(ranks)]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ContractError(f"metric {key!r} cannot be reduced: {error}") from error
-    return float(np.max(flat) if "max" in key else np.min(flat) if "min" in key else np.mean(flat))
+    if not flat:
+        return float("nan"), 0.0
+    choose = np.max if "max" in key else np.min if "min" in key else np.mean
+    return float(choose(flat)), float(choose(np.abs(flat)))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Every generator that a loss may draw from, as it was afterwards."""
+    numpys, pythons = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)
 
 
 def run(
@@ -96,6 +164,8 @@ def run(
     totals: Mapping[str, int] | None = None,
     seed: int = 0,
     build: Builder = build,
+    worker: bool = True,
+    as_rank: Callable[[int, int], AbstractContextManager[Any]] | None = None,
 ) -> Outcome:
     """Runs one mini-batch.
 
@@ -105,8 +175,10 @@ def run(
         cut: How it is cut, laid out and put together.
         totals: What the micro-batches say of the mini-batch instead of what is true of it; ``dp_size`` and
             ``num_micro_batch`` may be given as well.
-        seed: Of torch's generator, for losses that draw.
+        seed: Of the generators of torch, numpy and Python, for losses that draw.
         build: Makes micro-batches; one that remembers them saves time where no loss changes its input.
+        worker: Whether our training worker is there, which counts more than verl's engines and trainers do.
+        as_rank: Makes the process look like that rank of so many; the loss then gets a data-parallel group.
 
     Raises:
         ContractError: The loss returned something else than a scalar and a dictionary.
@@ -116,48 +188,70 @@ def run(
     entropy = None if batch.entropy is None else batch.entropy.detach().clone().requires_grad_()
     ranks = len(cut.ranks)
     shared: dict[str, Any] = {**batch.all_totals, "dp_size": ranks}
+    if not worker:
+        shared = {name: shared[name] for name in VERLS_TOTALS if name in shared}
     tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
     if cut.engine != "fsdp":
         shared["num_micro_batch"] = cut.micro_batches
     if cut.engine == "megatron per token":
         shared["routed_num_tokens"] = tokens
     shared |= dict(totals or {})
-    contributions, reported, without_graph = [], 0.0, 0
+    contributions, reported, size, without_graph = [], 0.0, 0.0, 0
     emitted: list[list[Mapping[str, Any]]] = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for rank in cut.ranks:
+    with _seeded(seed):
+        for number, rank in enumerate(cut.ranks):
             emitted.append([])
             for rows in rank:
                 micro = build(batch, rows, cut.layout, cut.width)
-                loss, metrics = _call(loss_fn, micro, log_probs, entropy, shared)
+                output = micro.model_output(log_probs, entropy)
+                data = micro.with_totals({"micro_batch_size_per_gpu": micro.num_rows} | shared, worker)
+                with nullcontext() if as_rank is None else as_rank(number, ranks):
+                    result = loss_fn(model_output=output, data=data, dp_group=None if as_rank is None else as_rank)
+                loss, metrics = checked(result)
                 emitted[-1].append(metrics)
-                reported += loss.item() / ranks
+                value = loss.item()
+                reported, size = reported + value / ranks, size + abs(value) / ranks
                 if loss.requires_grad:
                     contributions.append(_contribution(loss, cut, ranks, tokens))
                 else:
                     without_graph += 1
     if contributions:
         torch.stack(contributions).sum().backward()
+    reduced = _reduce_all(emitted)
     return Outcome(
-        reported, _gradient(log_probs), _gradient(entropy, log_probs), reduce_metrics(emitted), without_graph
+        reported,
+        _gradient(log_probs),
+        _gradient(entropy, log_probs),
+        {key: value for key, (value, _) in reduced.items()},
+        without_graph,
+        {"loss": size} | {key: absolute for key, (_, absolute) in reduced.items()},
     )
 
 
-def _call(
-    loss_fn: LossFn, micro: EngineMicroBatch, log_probs: Tensor, entropy: Tensor | None, totals: Mapping[str, Any]
-) -> tuple[Tensor, Mapping[str, Any]]:
-    data = micro.with_totals(totals)
-    result = loss_fn(model_output=micro.model_output(log_probs, entropy), data=data, dp_group=None)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ContractError(f"the loss returned a {type(result).__name__}; the engine expects (loss, metrics)")
+def checked(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """What a loss returned, as a 0-d tensor and metrics.
+
+    Raises:
+        ContractError: It is something that verl's engine cannot train with.
+    """
+    expects = "the engine expects (loss, metrics)"
+    if not isinstance(result, tuple):
+        raise ContractError(f"the loss returned {_kind(result)}; {expects}")
+    if len(result) != 2:
+        raise ContractError(f"the loss returned a tuple of {len(result)}: {', '.join(map(_kind, result))}; {expects}")
     loss, metrics = result
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
-        raise ContractError(
-            f"the loss returned ({type(loss).__name__}, {type(metrics).__name__}); the engine expects a tensor "
-            "with one element and a dictionary"
-        )
+    if not isinstance(loss, Tensor) or loss.is_nested or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        said = f"({_kind(loss)}, {_kind(metrics)})"
+        raise ContractError(f"the loss returned {said}; the engine expects a tensor with one element and a dictionary")
+    if not loss.is_floating_point():
+        raise ContractError(f"the loss is a whole number, {loss.dtype}; the engine expects one with a gradient")
     return loss.reshape(()), metrics
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {'jagged ' if value.is_nested else ''}tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _contribution(loss: Tensor, cut: Cut, ranks: int, tokens: int) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trinity_loss.invariance.report import Report
+from trinity_loss.invariance.report import Report
 
 
 def draw(reports: Sequence[Report], path: str, titles: Sequence[str] | None = None) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -46,22 +45,37 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class EngineMicroBatch:
-    """A micro-batch as an engine hands it over, without the totals that depend on the cut.
+    """A micro-batch as an engine hands it over.
 
     Attributes:
-        data: The fields.
+        fields: Everything but the totals that depend on the cut.
         model: Layer of the model output.
+        num_rows: Rows.
+        counted: Names of the fields that our training worker attaches.
+        constants: Fields that are the same in every micro-batch.
     """
 
-    data: TensorDict
+    fields: dict[str, Any]
     model: Layer
+    num_rows: int
+    counted: frozenset[str] = frozenset()
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
-    def with_totals(self, totals: Mapping[str, Any]) -> TensorDict:
-        """The fields, with what was counted over the mini-batch; the tensors are the same, not copies."""
-        data: TensorDict = self.data.clone(recurse=False)
-        for name, value in totals.items():
-            data[name] = NonTensorData(value)
-        return data
+    @property
+    def data(self) -> TensorDict:
+        """The fields as the loss gets them: a new container each time, of the same tensors."""
+        return self.with_totals({})
+
+    def with_totals(self, totals: Mapping[str, Any], worker: bool = True) -> TensorDict:
+        """:attr:`data`, with what was counted over the mini-batch.
+
+        Args:
+            totals: Counts by name.
+            worker: Whether our training worker attached its fields.
+        """
+        given = {name: NonTensorData(value) for name, value in {**self.constants, **totals}.items()}
+        fields = {name: value for name, value in self.fields.items() if worker or name not in self.counted}
+        return TensorDict({**fields, **given}, batch_size=[self.num_rows])
 
     def model_output(self, log_probs: Tensor, entropy: Tensor | None = None) -> dict[str, Tensor]:
         """The model output that carries these values [N] of the mini-batch's response tokens, differentiably."""
@@ -91,53 +105,73 @@ def build(
         >>> list(data["responses"].shape), model_output["log_probs"].is_nested
         ([3, 25], True)
     """
-    if layout == "packed":
-        return _packed(batch, rows, width)
-    make = _nested if layout == "nested" else _padded
-    fields, response, offsets = make(batch, rows, width)
-    for name, values in _token_fields(batch).items():
-        fields[name] = response.lay_out(values, _padding(values))
+    return _build(batch, tuple(rows), layout, width, {})
+
+
+def remembering() -> Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]:
+    """A :func:`build` that makes no tensor twice, for losses that leave their input as it is."""
+    memory: dict[Any, Any] = {}
+
+    def remember(
+        batch: MiniBatch, rows: Sequence[int], layout: Layout = "nested", width: int | None = None
+    ) -> EngineMicroBatch:
+        return _build(batch, tuple(rows), layout, width, memory)
+
+    return remember
+
+
+def _build(
+    batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None, memory: dict[Any, Any]
+) -> EngineMicroBatch:
+    key = (id(batch.prompt_lengths), id(batch.response_mask), id(batch.uids), rows, layout, width)
+    if key not in memory:
+        make = {"packed": _packed, "nested": _nested, "padded": _padded}[layout]
+        # Whose parts the key names stays, so that no other object gets their number.
+        memory[key] = (*make(batch, rows, width), batch)
+    fixed, response, model, _ = memory[key]
+    fields = dict(fixed)
+    for name, values in {"response_mask": batch.response_mask, **batch.token_fields}.items():
+        if (key, id(values)) not in memory:
+            memory[key, id(values)] = (response.lay_out(values, _padding(values)), values)
+        fields[name] = memory[key, id(values)][0]
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else response.lay_out(batch.loss_mask)
-    index = torch.tensor(list(rows))
+    if layout == "packed":
+        return EngineMicroBatch(
+            fields, model, len(fields["segment_ids"]), frozenset(batch.counts_per_sequence), batch.constants
+        )
+    index = torch.tensor(rows)
     for name, values in {**batch.sequence_fields, **batch.counts_per_sequence}.items():
         fields[name] = values[index]
     if batch.uids is not None:
-        fields["uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
-    data = TensorDict(fields, batch_size=[len(rows)])
-    return EngineMicroBatch(data, Layer(_model_index(batch, rows), offsets))
-
-
-def _token_fields(batch: MiniBatch) -> dict[str, Tensor]:
-    return {"response_mask": batch.response_mask, **batch.token_fields}
-
-
-def remembering(most: int = 1024) -> Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]:
-    """A :func:`build` that remembers what it built; for losses that leave their input as it is."""
-
-    @lru_cache(maxsize=most)
-    def remember(batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None) -> EngineMicroBatch:
-        return build(batch, rows, layout, width)
-
-    return lambda batch, rows, layout, width: remember(batch, tuple(rows), layout, width)
+        if (key, "uid") not in memory:
+            memory[key, "uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
+        fields["uid"] = memory[key, "uid"]
+    return EngineMicroBatch(fields, model, len(rows), frozenset(batch.counts_per_sequence), batch.constants)
 
 
 def _padding(values: Tensor) -> float:
-    """Padding of a field: 0, and NaN where the field has NaN at its masked tokens."""
-    return float("nan") if values.is_floating_point() and bool(values.isnan().any()) else 0
+    """Padding of a field: 0, and what is not finite where the field has that at its masked tokens."""
+    if not values.is_floating_point():
+        return 0
+    return float("nan") if bool(values.isnan().any()) else float("inf") if bool(values.isinf().any()) else 0
 
 
 def _tokens(batch: MiniBatch, i: int) -> Tensor:
     return torch.arange(batch.starts[i], batch.starts[i + 1])
 
 
-def _model_index(batch: MiniBatch, rows: Sequence[int]) -> Tensor:
+def _model_layer(batch: MiniBatch, rows: Sequence[int]) -> Layer:
     """Prompt and response of each sequence; a response token is predicted one place to the left of its own."""
     nowhere = batch.num_tokens
     pieces = []
     for i in rows:
         prompt = int(batch.prompt_lengths[i])
         pieces += [torch.full((prompt - 1,), nowhere), _tokens(batch, i), torch.full((1,), nowhere)]
-    return torch.cat(pieces)
+    return Layer(torch.cat(pieces), _offsets(torch.tensor([a + b for a, b in _sizes(batch, rows)])))
+
+
+def _sizes(batch: MiniBatch, rows: Sequence[int]) -> list[tuple[int, int]]:
+    return [(int(batch.prompt_lengths[i]), batch.starts[i + 1] - batch.starts[i]) for i in rows]
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -172,7 +206,11 @@ def _positions(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
 
 
-def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[dict[str, Any], Layer, Tensor]:
+#: Fields that the layout alone decides, where response tokens stand in the others, and in the model output.
+_Made = tuple[dict[str, Any], Layer, Layer]
+
+
+def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     index = torch.tensor(list(rows))
     prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
     ids = _ids(batch, rows)
@@ -183,10 +221,10 @@ def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[d
         "responses": _jagged_like(torch.cat(ids[1::2]), responses),
     }
     tokens = torch.cat([_tokens(batch, i) for i in rows])
-    return fields, Layer(tokens, _offsets(responses), _bounds(responses)), _offsets(prompts + responses)
+    return fields, Layer(tokens, _offsets(responses), _bounds(responses)), _model_layer(batch, rows)
 
 
-def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[dict[str, Any], Layer, Tensor]:
+def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     """What verl's ``left_right_2_no_padding`` makes of prompts padded on the left and responses on the right."""
     index = torch.tensor(list(rows))
     prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
@@ -209,10 +247,10 @@ def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> tuple[d
         "max_response_len": NonTensorData(right),
         "indices": NonTensorData(torch.nonzero(real.reshape(-1)).reshape(-1)),
     }
-    return fields, Layer(places), _offsets(prompts + responses)
+    return fields, Layer(places), _model_layer(batch, rows)
 
 
-def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> EngineMicroBatch:
+def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     """Several sequences in a row, named by segment ids from 1; every row ends in padding."""
     packs: list[list[int]] = []
     queue, sizes = list(rows), cycle(_SEQUENCES_PER_ROW)
@@ -236,9 +274,5 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> EngineM
                 counts[name][row, here] = values[i]
             groups[row, here] = 1 + (names.index(batch.uids[i]) if batch.uids is not None else i)
             column = here.stop
-    layer = Layer(places)
     fields = {"segment_ids": segments, "prompt_ids": groups, **counts}
-    for name, values in _token_fields(batch).items():
-        fields[name] = layer.lay_out(values, _padding(values))
-    fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else layer.lay_out(batch.loss_mask)
-    return EngineMicroBatch(TensorDict(fields, batch_size=[len(packs)]), layer)
+    return fields, Layer(places), Layer(places)

@@ -8,18 +8,31 @@ to the reference policy; what went away is the policy gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_loss.invariance.cuts import ENGINE_LAYOUTS, Cut, Layout, whole
-from trinity_loss.invariance.engine import Builder, LossFn, Outcome, run
-from trinity_loss.invariance.layouts import build
+from trinity_loss.errors import BatchError
+from trinity_loss.invariance.cuts import ENGINE_LAYOUTS, Cut, Layout, even, whole
+from trinity_loss.invariance.engine import Builder, ContractError, LossFn, Outcome, run
+from trinity_loss.invariance.layouts import EngineMicroBatch, build, remembering
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.loss_config import LossConfig
+
+#: A term smaller than this share of the gradient is rounding, and a gradient smaller than this is none.
+NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
+#: Names of metrics that measure the machine, not the batch.
+_OF_THE_MACHINE = re.compile(
+    r"(^|[/_.])(time|times|timing|timing_s|seconds|sec|ms|memory|mem|gb|mb|perf|mfu|throughput|lr)([/_.]|$)"
+)
 
 
 @lru_cache(maxsize=64)
@@ -29,8 +42,9 @@ def variant(batch: MiniBatch, method: str, *arguments: Any) -> MiniBatch:
     return changed
 
 
-#: A term smaller than this share of the gradient is rounding.
-_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
+def is_ours(loss_fn: Any) -> bool:
+    """Whether a loss is one of this package, alone or beside verl's."""
+    return isinstance(loss_fn, TrinityPolicyLoss) or isinstance(getattr(loss_fn, "ours", None), TrinityPolicyLoss)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +67,9 @@ class Subject:
         loss_fn: Callable of verl's engine contract.
         batch: The mini-batch.
         layouts: Layouts in which it may be called; the first one that works is the one of the whole.
-        seed: Of torch's generator, for losses that draw.
-        build: Makes micro-batches.
+        seed: Of the generators, for losses that draw.
+        fresh: Makes the loss anew, as it was before it was ever called; None: a copy of it.
+        build: Makes micro-batches; for a loss that changes them, one that remembers none takes its place.
 
     Raises:
         Exception: What the loss raises on the whole mini-batch, where no layout works.
@@ -66,22 +81,43 @@ class Subject:
         batch: MiniBatch,
         layouts: tuple[Layout, ...],
         seed: int,
-        build: Builder = build,
+        fresh: Callable[[], LossFn] | None = None,
+        build: Builder | None = None,
     ) -> None:
-        self.loss_fn = loss_fn
-        self.build = build
-        self.batch = batch
-        self.seed = seed
+        config = getattr(loss_fn, "config", None)
+        if isinstance(config, LossConfig):  # As our training worker counts for it.
+            counted = {name: getattr(config, name) for name in ("count_empty_sequences", "count_padding_rows")}
+            batch = replace(batch, **counted)
+        self.loss_fn, self.batch, self.seed = loss_fn, batch, seed
+        self._untouched = None if fresh is not None else _copied(loss_fn)
+        self._fresh = fresh
+        self.build = build or remembering()
+        self.worker = is_ours(loss_fn)
         self.skipped: list[tuple[str, str]] = []
         self._healthy: dict[Layout, Outcome] = {}
         self.layouts, self.outcome = self._try(layouts)
+
+    def on(self, batch: MiniBatch) -> Subject:
+        """The same loss on another mini-batch, in the layout of the whole."""
+        other = copy.copy(self)
+        other.batch, other.layouts, other._healthy = batch, self.layouts[:1], {}
+        for name in ("calm", "rest", "whole", "sizes", "changes_inputs", "noise", "_twice"):
+            other.__dict__.pop(name, None)
+        other.outcome = other.run(whole(batch, self.base))
+        return other
+
+    def fresh(self) -> LossFn:
+        """The loss as it was before it was ever called, as far as that can be had."""
+        if self._fresh is not None:
+            return self._fresh()
+        return self.loss_fn if self._untouched is None else copy.deepcopy(self._untouched)
 
     def _try(self, layouts: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], Outcome]:
         work: dict[Layout, Outcome] = {}
         first: Exception | None = None
         for layout in layouts:
             try:
-                work[layout] = self.run(whole(self.batch, layout))
+                work[layout] = self._first(layout)
             except Exception as error:
                 first = first or error
                 self.skipped.append((f"{layout} layout", f"the loss does not take it: {describe(error)}"))
@@ -94,8 +130,24 @@ class Subject:
         if "packed" in work and base != "packed" and self._ignores_segments(work["packed"], work[base]):
             del work["packed"]
             self.skipped.append(("packed layout", "the loss does not read segment_ids"))
+        if work[base].without_graph:
+            raise ContractError("the loss of the whole mini-batch has no graph (detached, or a number): no gradient")
         self._healthy = work
         return tuple(work), work[base]
+
+    def _first(self, layout: Layout) -> Outcome:
+        """The whole; where a loss asks for what only our training worker counts, with that."""
+        try:
+            return self.run(whole(self.batch, layout))
+        except BatchError:
+            if self.worker:
+                raise
+            self.worker = True
+            try:
+                return self.run(whole(self.batch, layout))
+            except Exception:
+                self.worker = False
+                raise
 
     def _ignores_segments(self, packed: Outcome, base: Outcome) -> bool:
         """Whether packed rows come out wrong, and equally wrong without their segment ids."""
@@ -111,20 +163,100 @@ class Subject:
             return False
         return torch.equal(blind.log_prob_gradient, packed.log_prob_gradient)
 
-    def run(self, cut: Cut, batch: MiniBatch | None = None, totals: Mapping[str, int] | None = None) -> Outcome:
-        """Runs the loss on a cut of the mini-batch, or of a variant of it."""
-        return run(self.loss_fn, batch or self.batch, cut, totals=totals, seed=self.seed, build=self.build)
+    def run(
+        self,
+        cut: Cut,
+        batch: MiniBatch | None = None,
+        totals: Mapping[str, int] | None = None,
+        loss_fn: LossFn | None = None,
+        seed: int = 0,
+        as_rank: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> Outcome:
+        """Runs the loss on a cut of the mini-batch, or of a variant of it.
+
+        Args:
+            cut: The cut.
+            batch: A variant of the mini-batch.
+            totals: What the micro-batches say of the mini-batch instead of the truth.
+            loss_fn: Another loss instead.
+            seed: Added to that of the generators.
+            as_rank: See :func:`trinity_loss.invariance.engine.run`.
+        """
+        return run(
+            loss_fn or self.loss_fn,
+            batch or self.batch,
+            cut,
+            totals=totals,
+            seed=self.seed + seed,
+            build=self.build,
+            worker=self.worker,
+            as_rank=as_rank,
+        )
 
     @property
     def base(self) -> Layout:
         """Layout of the whole."""
         return self.layouts[0]
 
+    @property
+    def nothing(self) -> float:
+        """Share of a gradient that is rounding."""
+        return NOTHING[self.batch.log_probs.dtype]
+
     def healthy(self, layout: Layout) -> Outcome:
         """The whole mini-batch in that layout."""
         if layout not in self._healthy:
             self._healthy[layout] = self.run(whole(self.batch, layout))
         return self._healthy[layout]
+
+    @cached_property
+    def _twice(self) -> tuple[Outcome, Outcome]:
+        return self.run(whole(self.batch, self.base)), self.run(whole(self.batch, self.base))
+
+    @cached_property
+    def changes_inputs(self) -> bool:
+        """Whether the loss answers otherwise where it is handed the same tensors again; they are not, after this."""
+        rows = range(self.batch.num_sequences)
+        if _same(*self._twice) or _equal(self.build(self.batch, rows, self.base, None), self.batch, self.base):
+            return False
+        self.build = build
+        return True
+
+    @cached_property
+    def noise(self) -> str | None:
+        """``random numbers`` or ``state between calls`` where the same call twice gives two answers, else None."""
+        everything = whole(self.batch, self.base)
+        again = [*self._twice]
+        with contextlib.suppress(Exception):  # Something else in between, which a running mean would remember.
+            self.run(Cut("even", even(self.batch, 2, 1), self.base))
+            again.append(self.run(everything))
+        if not all(_same(outcome, self.outcome) for outcome in again):
+            return "state between calls"
+        return None if _same(self.run(everything, seed=1), self.outcome) else "random numbers"
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """What the loss and each metric are measured against, so that nothing vanishes: the sums of absolute
+        values over some pieces, and how far they move where every log-prob moves by one, at random."""
+        draw = torch.Generator().manual_seed(self.seed)
+        step = 1e-3 * torch.randn(self.batch.num_tokens, generator=draw).sign().to(self.batch.log_probs.dtype)
+        sizes = {"loss": max(float(self.outcome.gradient.abs().sum()), self.outcome.sizes["loss"])}
+        if not self.outcome.metrics:
+            return sizes
+        # A loss that fails here has no answer, and is judged elsewhere.
+        with contextlib.suppress(Exception):
+            pieces = even(self.batch, min(12, len(self.batch.groups)), 1)
+            sizes = _larger(sizes, self.run(Cut("even", pieces, self.base)).sizes)
+        with contextlib.suppress(Exception):
+            moved = self.run(whole(self.batch, self.base), replace(self.batch, log_probs=self.batch.log_probs + step))
+            metrics = self.outcome.metrics
+            slopes = {k: abs(v - metrics[k]) / 1e-3 for k, v in moved.metrics.items() if k in metrics}
+            sizes = _larger(sizes, slopes)
+        return sizes
+
+    def of_the_batch(self, metric: str) -> bool:
+        """Whether a metric says something of the batch, and not of the machine."""
+        return _OF_THE_MACHINE.search(metric.lower()) is None
 
     @cached_property
     def calm(self) -> MiniBatch:
@@ -134,8 +266,16 @@ class Subject:
     @cached_property
     def rest(self) -> str | None:
         """Name of what is left without the policy gradient: ``kl``, ``rest``, or None for nothing."""
-        left = self.run(whole(self.calm, self.base), self.calm).log_prob_gradient
-        if float(left.norm()) <= _NOTHING[self.batch.log_probs.dtype] * float(self.outcome.log_prob_gradient.norm()):
+        advantages = self.batch.token_fields.get("advantages")
+        try:
+            if advantages is not None:
+                indifferent = self.batch.with_fields(advantages=torch.zeros_like(advantages))
+                if _same(self.run(whole(self.batch, self.base), indifferent), self.outcome):
+                    return None
+            left = self.run(whole(self.calm, self.base), self.calm).log_prob_gradient
+        except Exception:
+            return None
+        if not float(left.norm()) > self.nothing * float(self.outcome.log_prob_gradient.norm()):
             return None
         reference = self.calm.token_fields.get("ref_log_prob")
         if reference is None:
@@ -166,13 +306,14 @@ class Subject:
             return self.run(cut, calm, totals).log_prob_gradient
         if name == "entropy":
             return self.run(cut, batch, totals).entropy_gradient
-        return self.measure(cut, batch, totals).terms[name]
+        measured = self.measure(cut, batch, totals)
+        return measured.terms.get(name, torch.zeros_like(measured.outcome.log_prob_gradient))
 
     def _separate(
         self, cut: Cut, outcome: Outcome, batch: MiniBatch | None, totals: Mapping[str, int] | None = None
     ) -> Measurement:
         log_probs, entropy = outcome.log_prob_gradient, outcome.entropy_gradient
-        terms = {"gradient": torch.cat([log_probs, entropy])}
+        terms = {"gradient": outcome.gradient}
         if self.rest is None:
             terms["pg"] = log_probs
         else:
@@ -180,13 +321,8 @@ class Subject:
             left = self.run(cut, calm, totals).log_prob_gradient
             terms |= {"pg": log_probs - left, self.rest: left}
         terms["entropy"] = entropy
-        nothing = _NOTHING[self.batch.log_probs.dtype]
-        present = self._present if "whole" in self.__dict__ else _not_nothing(terms, nothing)
+        present = _not_nothing(terms, self.nothing) | (set(self.whole.terms) if "whole" in self.__dict__ else set())
         return Measurement(outcome, {name: terms[name] for name in terms if name in present})
-
-    @cached_property
-    def _present(self) -> frozenset[str]:
-        return frozenset(self.whole.terms)
 
 
 def _not_nothing(terms: Mapping[str, Tensor], nothing: float) -> frozenset[str]:
@@ -194,7 +330,32 @@ def _not_nothing(terms: Mapping[str, Tensor], nothing: float) -> frozenset[str]:
     return frozenset(name for name, gradient in terms.items() if name == "gradient" or float(gradient.norm()) > norm)
 
 
-def describe(error: Exception) -> str:
+def _copied(loss_fn: LossFn) -> LossFn | None:
+    try:
+        return copy.deepcopy(loss_fn)
+    except Exception:
+        return None
+
+
+def _equal(micro: EngineMicroBatch, batch: MiniBatch, layout: Layout) -> bool:
+    """Whether a micro-batch of all rows holds what it held when it was built."""
+    made = build(batch, range(batch.num_sequences), layout).fields
+    pairs = [(value, made[name]) for name, value in micro.fields.items() if isinstance(value, Tensor)]
+    flat = [(a.values(), b.values()) if a.is_nested else (a, b) for a, b in pairs]
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in flat)
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    """Whether two runs of the same pieces gave the same bits, up to what a library adds in another order."""
+    scale = 1e-9 * float(one.gradient.abs().nan_to_num().max())
+    return torch.allclose(one.gradient, other.gradient, rtol=1e-7, atol=scale, equal_nan=True)
+
+
+def _larger(one: dict[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {*one, *other}}
+
+
+def describe(error: BaseException) -> str:
     """An exception in one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:79] + '…' if len(text) > 80 else text}"

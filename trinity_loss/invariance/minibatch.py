@@ -42,6 +42,9 @@ class MiniBatch:
         cut: How the recorded run cut it: per rank, per micro-batch, the numbers of the sequences.
         group_size: So many consecutive sequences stay together in every cut (verl's ``force_group_size``).
         input_ids: int64 [M], prompt and response of each sequence in turn, for a model to read; None: ones.
+        constants: Further fields, the same for all micro-batches.
+        count_empty_sequences: Whether a prompt without any token that counts is a prompt.
+        count_padding_rows: Whether a prompt of synthetic rows is a prompt.
 
     Example:
         >>> batch = MiniBatch(
@@ -70,6 +73,9 @@ class MiniBatch:
     cut: Ranks | None = None
     group_size: int = 1
     input_ids: Tensor | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    count_empty_sequences: bool = True
+    count_padding_rows: bool = True
 
     def __post_init__(self) -> None:
         sequences, tokens = self.num_sequences, int(self.response_lengths.sum())
@@ -136,7 +142,9 @@ class MiniBatch:
         uids = self.uids or [str(i) for i in range(self.num_sequences)]
         tokens = ResponseTokens.from_jagged(self.response_mask, torch.tensor(self.starts))
         num_loss_tokens = None if self.loss_mask is None else self.loss_mask.count_nonzero()
-        return count_rows(Rows(tokens, {**self.sequence_fields, "uid": list(uids)}, num_loss_tokens))
+        data = {**self.sequence_fields, "uid": list(uids)}
+        choices = (self.count_empty_sequences, self.count_padding_rows)
+        return count_rows(Rows(tokens, data, num_loss_tokens, *choices))
 
     @property
     def counts_per_sequence(self) -> dict[str, Tensor]:
@@ -169,13 +177,14 @@ class MiniBatch:
         calm = {"advantages": zero, "old_log_probs": self.log_probs.detach().clone()}
         return self.with_fields(**{name: value for name, value in calm.items() if name in self.token_fields})
 
-    def with_nan_at_masked(self, *names: str) -> MiniBatch:
-        """NaN wherever the mask is 0, in the fields named (``log_probs``, ``entropy`` or a token field) or in all."""
+    def with_masked_tokens_at(self, number: float, *names: str) -> MiniBatch:
+        """That number wherever the mask is 0, in the fields named (``log_probs``, ``entropy`` or a token field),
+        or in all."""
 
         def poison(name: str, values: Tensor | None) -> Tensor | None:
             if values is None or not values.is_floating_point() or (names and name not in names):
                 return values
-            return values.masked_fill(self.response_mask == 0, torch.nan)
+            return values.masked_fill(self.response_mask == 0, number)
 
         log_probs = poison("log_probs", self.log_probs)
         assert log_probs is not None
@@ -183,6 +192,23 @@ class MiniBatch:
         return replace(
             self, log_probs=log_probs, entropy=poison("entropy", self.entropy), token_fields=_present(poisoned)
         )
+
+    def with_other_content(self, *rows: int) -> MiniBatch:
+        """Other values in these sequences, in every field of floating-point numbers; masks and lengths stay."""
+        here = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for i in rows:
+            here[self.starts[i] : self.starts[i + 1]] = True
+
+        def change(values: Tensor | None) -> Tensor | None:
+            if values is None or not values.is_floating_point():
+                return values
+            # On the same side of 0: log-probs stay negative, weights positive.
+            return torch.where(here, 1.7 * values + 0.2 * values.sign(), values)
+
+        log_probs = change(self.log_probs)
+        assert log_probs is not None
+        changed = {name: change(values) for name, values in self.token_fields.items()}
+        return replace(self, log_probs=log_probs, entropy=change(self.entropy), token_fields=_present(changed))
 
     def with_masked_sequences(self, *lengths: int) -> MiniBatch:
         """Appends fully masked sequences of these lengths, copies of the first tokens; the totals stay."""
@@ -237,7 +263,7 @@ class MiniBatch:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["cut"] = None if self.cut is None else [[list(rows) for rows in rank] for rank in self.cut]
         plain["uids"] = None if self.uids is None else list(self.uids)
-        return plain | {name: dict(plain[name]) for name in ("token_fields", "sequence_fields", "totals")}
+        return plain | {name: dict(plain[name]) for name in ("token_fields", "sequence_fields", "totals", "constants")}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> MiniBatch:

@@ -3,19 +3,21 @@
 All of them keep the totals of the mini-batch, so a loss that keeps the contract is a plain sum over the
 sequences of a micro-batch: what a sequence contributes does not ask who else is there. Then
 
-- the micro-batch twice over gives twice the gradient; a mean over it gives the same again;
-- one more sequence without a valid token changes nothing; a share that counts it does;
-- a sequence alone gives what it gave in company, times one factor for all of its tokens where a mean or a
-  share counts the others, times different ones where tokens are chosen or normalised by what else is there;
-- twice the ranks give twice the gradient, since the engine averages over them;
-- a wider padding changes nothing.
+- a wider padding changes nothing, nor does another order of the sequences;
+- other values in one half of the sequences change nothing for the other half: where they do, by one factor for
+  all its tokens, a statistic is a factor, and where each token changes by its own, tokens are chosen or normalised;
+- a sequence alone gives what it gave in company: where values do not matter and company does, something is
+  counted, and the factors over some micro-batches say what;
+- twice the ranks give twice the gradient, since the engine averages over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -24,8 +26,18 @@ from trinity_loss.invariance.cuts import Cut, Layout
 from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 
+#: Largest deviation between experiments that are taken for the same, where the fault itself is a large one.
 _SAME = 1e-3
 _MOST_ALONE = 6
+#: What a micro-batch can be counted by, in words; the first that explains the factors is named.
+_COUNTED = {
+    "tokens": "tokens",
+    "sequences": "sequences",
+    "valid sequences": "sequences with a valid token",
+    "positions": "response positions, masked ones too",
+    "prompts": "prompts",
+    "all tokens": "tokens, prompts included",
+}
 
 
 @dataclass(frozen=True)
@@ -48,54 +60,75 @@ def with_masked(subject: Subject, *lengths: int) -> tuple[MiniBatch, list[int]]:
     return batch, list(range(sequences, batch.num_sequences))
 
 
-def causes(subject: Subject, term: str) -> list[Cause]:
-    """What makes this term depend on the cut; never empty."""
-    try:
-        return _causes(Probe(subject, term))
-    except Exception as error:
-        # A loss may refuse an experiment, as ours does twice as many tokens as the totals say there are.
-        return [Cause("unexplained", f"{{}} raises where it is looked into: {describe(error)}")]
+def causes(subject: Subject, term: str, deviation: float, pieces: Iterable[Sequence[int]] = ()) -> list[Cause]:
+    """What makes this term depend on the cut, the likeliest first; empty where nothing answers.
+
+    Args:
+        subject: The loss.
+        term: The term.
+        deviation: How far off it is where it is worst; a small fault takes a sharper eye.
+        pieces: Micro-batches of a cut that shows it, to look at where the whole has no gradient.
+    """
+    tried: list[str] = []
+    for layout in dict.fromkeys(layout for layout in ("padded", subject.base) if layout in subject.layouts):
+        try:
+            found = _causes(Probe(subject, term, layout, deviation, pieces))
+        except Exception as error:
+            # A loss may refuse an experiment; that is no answer.
+            tried.append(describe(error))
+            continue
+        if found:
+            return found
+    if tried:
+        return [Cause("unexplained", f"{{}} raises where it is looked into: {tried[0]}")]
+    return []
 
 
 def _causes(probe: Probe) -> list[Cause]:
+    if probe.subject.noise is None and probe.order_matters():
+        where = "what a sequence adds to {} depends on where in the micro-batch it is, and next to which"
+        return [Cause("order of the sequences", where)]
     found = []
-    width = probe.width()
-    if abs(width - 1) > _SAME:
+    if abs(probe.width() - 1) > probe.same:
         found.append(Cause("padded width as the norm", "{} divides by the padded width, which differs between cuts"))
-    company = probe.company()
-    if company is not None:
-        found.append(company)
-    elif abs(probe.twice() - 2) <= _SAME:
-        ranks = probe.two_ranks()
-        if abs(ranks - 1) <= _SAME:
-            found.append(
-                Cause("missing dp_size", "{} is not multiplied by dp_size, and the engine averages over ranks")
-            )
-        elif abs(ranks - 2) > _SAME:
-            found.append(Cause("missing dp_size", f"{{}} grows by {ranks:.3g} instead of 2 when the ranks double"))
-        pieces = probe.more_micro_batches()
-        if abs(pieces - 1) > _SAME:
-            found.append(
-                Cause("number of micro-batches", "{} multiplies by num_micro_batch, and so does the engine already")
-            )
-        if not found and probe.order_matters():
-            found.append(
-                Cause("order of the sequences", "what a sequence adds to {} depends on where in the micro-batch it is")
-            )
-    return found or [Cause("unexplained", "{} is not a sum over the micro-batch's sequences")]
+    inside = probe.content() or (probe.count() if probe.subject.noise is None else None)
+    if inside is not None:
+        return [*found, inside]
+    if probe.subject.noise is not None:
+        return found
+    ranks = probe.ratio(dp_size=(2, 1))
+    if abs(ranks - 1) <= probe.same:
+        found.append(Cause("missing dp_size", "{} is not multiplied by dp_size, and the engine averages over ranks"))
+    elif abs(ranks - 2) > 2 * probe.same:
+        found.append(Cause("missing dp_size", f"{{}} grows by {ranks:.3g} instead of 2 when the ranks double"))
+    for name, why in (
+        ("num_micro_batch", "{} multiplies by num_micro_batch, and so does the engine already"),
+        ("micro_batch_size_per_gpu", "{} asks for micro_batch_size_per_gpu, which says nothing of this micro-batch"),
+    ):
+        if abs(probe.ratio(**{name: (3, 1)}) - 1) > probe.same:
+            found.append(Cause("number of micro-batches", why))
+    return found
 
 
 class Probe:
     """Experiments on the whole mini-batch as one micro-batch, for one term."""
 
-    def __init__(self, subject: Subject, term: str) -> None:
-        self.subject, self.term = subject, term
+    def __init__(
+        self, subject: Subject, term: str, layout: Layout, deviation: float, pieces: Iterable[Sequence[int]]
+    ) -> None:
+        self.subject, self.term, self.layout = subject, term, layout
+        rounding = 1e-9 if subject.batch.log_probs.dtype == torch.float64 else 1e-5
+        self.same = max(rounding, min(_SAME, deviation / 30))
         # Padded to one width throughout, so that the width cannot pass for something else.
-        self.layout: Layout = "padded" if "padded" in subject.layouts else subject.base
         longest = int(subject.batch.response_lengths.max())
-        self.fixed = longest + 8 if self.layout == "padded" else None
-        self.rows = tuple(range(subject.batch.num_sequences))
-        self.together = self.gradient(self.rows)
+        self.fixed = longest + 8 if layout == "padded" else None
+        for rows in (range(subject.batch.num_sequences), *pieces):
+            self.rows = tuple(rows)
+            self.together = self.gradient(self.rows)
+            if bool(self.together.any()):
+                break
+        here = set(self.rows)
+        self.groups = [group for group in subject.batch.groups if here.issuperset(group)]
 
     def gradient(
         self,
@@ -104,16 +137,16 @@ class Probe:
         *,
         layout: Layout | None = None,
         width: int | None = None,
-        **totals: int,
+        totals: Mapping[str, int] | None = None,
     ) -> Tensor:
         cut = Cut(
             "even",
             ((tuple(rows),),),
             layout or self.layout,
             width or (self.fixed if layout in (None, "padded") else None),
-            engine="megatron" if "num_micro_batch" in totals else "fsdp",
+            engine="megatron" if "num_micro_batch" in (totals or {}) else "fsdp",
         )
-        gradient = self.subject.term(self.term, cut, batch, totals)
+        gradient = self.subject.term(self.term, cut, batch, totals or {})
         return gradient if batch is None else gradient[: self.subject.batch.num_tokens]
 
     def factor(self, gradient: Tensor, reference: Tensor | None = None) -> float:
@@ -122,101 +155,207 @@ class Probe:
         factor = float(gradient @ reference / (reference @ reference).clamp(min=1e-300))
         return factor if math.isfinite(factor) else 1.0
 
+    def ratio(self, **totals: tuple[int, int]) -> float:
+        """Factor between two values of one total."""
+        ((name, values),) = totals.items()
+        one, other = (self.gradient(self.rows, totals={name: value}) for value in values)
+        return self.factor(one, other)
+
+    def differ(self, one: Tensor, other: Tensor) -> bool:
+        return float((one - other).norm()) > self.same * float(other.norm())
+
     def width(self) -> float:
         """Factor that a different width makes."""
         if self.layout == "padded":
             assert self.fixed is not None
             padded = self.factor(self.gradient(self.rows, width=self.fixed + 7))
-            if abs(padded - 1) > _SAME:
+            if abs(padded - 1) > self.same:
                 return padded
         # Two more sequences without a valid token: one long one makes the padding wider, a second one does not.
         longest = int(self.subject.batch.response_lengths.max()) + 7
         narrow, wide, wider = (
             self._with_two(first, second) for first, second in ((1, 1), (longest, 1), (longest,) * 2)
         )
-        counts_masked_tokens = abs(self.factor(wider, wide) - 1) > _SAME
+        counts_masked_tokens = abs(self.factor(wider, wide) - 1) > self.same
         return 1.0 if counts_masked_tokens else self.factor(wide, narrow)
 
     def _with_two(self, *lengths: int) -> Tensor:
         batch, masked = with_masked(self.subject, *lengths)
         return self.gradient([*self.rows, *masked], batch, layout=self.subject.base)
 
-    def twice(self) -> float:
-        return self.factor(self.gradient(self.rows + self.rows))
-
-    def one_more_masked(self) -> float:
-        batch, masked = with_masked(self.subject, 2)
-        return self.factor(self.gradient([*self.rows, *masked], batch))
-
-    def two_ranks(self) -> float:
-        return self.factor(self.gradient(self.rows, dp_size=2))
-
-    def more_micro_batches(self) -> float:
-        three, one = (self.gradient(self.rows, num_micro_batch=n) for n in (3, 1))
-        return self.factor(three, one)
-
     def order_matters(self) -> bool:
-        turned = self.gradient([i for group in self.subject.batch.groups[::-1] for i in group])
-        return float((turned - self.together).norm()) > _SAME * float(self.together.norm())
+        """Whether another order changes it, in rows of equal width and in rows as long as the longest."""
+        turned = [i for group in self.groups[::-1] for i in group]
+        if self.differ(self.gradient(turned), self.together):
+            return True
+        base = self.subject.base
+        return self.differ(self.gradient(turned, layout=base), self.gradient(self.rows, layout=base))
 
-    def company(self) -> Cause | None:
-        """Whether and how a sequence's part depends on the others of its micro-batch."""
-        factors: dict[tuple[int, ...], float] = {}
-        for few in self._few():
-            here = self._tokens(few)
-            apart, together = self.gradient(few)[here], self.together[here]
-            factors[few] = self.factor(apart, together)
-            if float((apart - factors[few] * together).norm()) > _SAME * float(apart.norm()):
-                return Cause(
-                    "selection inside the micro-batch",
-                    "{} chooses, ranks or normalises tokens among those of the micro-batch",
-                )
-        if all(abs(factor - 1) <= _SAME for factor in factors.values()) and abs(self.one_more_masked() - 1) <= _SAME:
+    def content(self) -> Cause | None:
+        """Whether a sequence's part depends on what the others hold, masks and lengths apart."""
+        moved = self._moved_by_halves(self.groups)
+        if not moved:
             return None
-        twice = self.twice()
-        if abs(twice - 1) <= _SAME:
-            return Cause("local mean", f"{{}} averages over its own micro-batch{self._over(factors)}")
-        masked = self.one_more_masked()
-        differ = max(factors.values(), default=1.0) - min(factors.values(), default=1.0) > _SAME
-        if abs(twice - 2) <= _SAME and abs(masked - 1) > _SAME and not differ:
+        if self._within_prompts() and not self._moved_by_halves(self._prompts):
             return Cause(
-                "rows counted in one place and not in the other",
-                "a fully masked sequence changes the weight that {} gives to the others",
+                "prompt group inside the micro-batch",
+                "{} compares the answers of a prompt that the micro-batch holds, and a cut takes them apart",
             )
-        if abs(twice - 2) <= _SAME:
+        if "tokens" in moved:
             return Cause(
-                "mean and share count different things",
-                "{} averages over one count and weights that mean by the share of another",
+                "selection inside the micro-batch",
+                "{} chooses, ranks or normalises tokens among those of the micro-batch",
             )
-        return None
+        return Cause(
+            "statistic of the micro-batch as a factor",
+            "{} multiplies all of its tokens by a number computed from those of the micro-batch",
+        )
+
+    def _moved_by_halves(self, lots: Sequence[tuple[int, ...]]) -> set[str]:
+        """How either half of the lots changes with other values in the other half."""
+        halves = [tuple(i for rows in lots[k::2] for i in rows) for k in (0, 1)]
+        moved = {self._moved(*pair) for pair in (halves, halves[::-1]) if all(pair)}
+        return {how for how in moved if how is not None}
+
+    def _moved(self, changed: tuple[int, ...], watched: tuple[int, ...]) -> str | None:
+        """How ``watched`` changes with other values in ``changed``: ``factor``, ``tokens``, or not at all."""
+        here = self._tokens(watched)
+        other = self.gradient(self.rows, variant(self.subject.batch, "with_other_content", *changed))
+        before, after = self.together[here], other[here]
+        if not self.differ(after, before):
+            return None
+        return "tokens" if self.differ(after, self.factor(after, before) * before) else "factor"
+
+    @cached_property
+    def _prompts(self) -> list[tuple[int, ...]]:
+        """The sequences of each prompt; empty where there is one prompt, or every sequence has its own."""
+        prompts: dict[str, list[int]] = {}
+        for i, uid in enumerate(self.subject.batch.uids or ()):
+            if i in self.rows:
+                prompts.setdefault(uid, []).append(i)
+        return [tuple(rows) for rows in prompts.values()] if 1 < len(prompts) < len(self.rows) else []
+
+    def _within_prompts(self) -> bool:
+        """Whether the answers of a prompt are by themselves what they are in company."""
+        return bool(self._prompts) and not any(self._moves(rows, self._change(rows)) for rows in self._prompts)
+
+    def count(self) -> Cause | None:
+        """What a sequence's part counts, where it depends on company but not on what that holds."""
+        changes = {few: self._change(few) for few in self._few()}
+        batch, masked = with_masked(self.subject, 2)
+        changes[self.rows + tuple(masked)] = self.gradient([*self.rows, *masked], batch) - self.together
+        changes[self.rows + self.rows] = self.gradient(self.rows + self.rows) / 2 - self.together
+        moved = {rows for rows, change in changes.items() if self._moves(rows, change)}
+        if not moved:
+            return None
+        if self._within_prompts():
+            return Cause(
+                "prompt group inside the micro-batch",
+                "{} averages over the part of a prompt's answers that the micro-batch holds",
+            )
+        if self._rounded():
+            return Cause("counts in low precision", "{} counts in a type that does not hold the number exactly")
+        return self._counted(changes, batch)
+
+    def _change(self, rows: tuple[int, ...]) -> Tensor:
+        """What changes in the tokens of these rows where they are alone, [N], 0 elsewhere."""
+        here = self._tokens(rows)
+        change = torch.zeros_like(self.together)
+        change[here] = self.gradient(rows)[here] - self.together[here]
+        return change
+
+    def _moves(self, rows: Sequence[int], change: Tensor) -> bool:
+        here = self._tokens([i for i in set(rows) if i < self.subject.batch.num_sequences])
+        return float(change.norm()) > self.same * float(self.together[here].norm())
+
+    def _rounded(self) -> bool:
+        """Whether few sequences are right with each other, and many are off by less than 2 %."""
+        batch, few, tokens = self.subject.batch, list[int](), 0
+        for group in sorted(self.groups, key=lambda group: sum(batch.valid_counts[i] for i in group)):
+            tokens += sum(batch.valid_counts[i] for i in group)
+            if tokens > 100:
+                break
+            few += group
+        together, here = self.gradient(few), self._tokens(few)
+        apart = sum((self.gradient([i]) for i in few), torch.zeros_like(together))
+        off = self.factor(self.together[here], together[here])
+        return not self.differ(apart, together) and abs(off - 1) < 0.02
+
+    def _counted(self, changes: Mapping[tuple[int, ...], Tensor], batch: MiniBatch) -> Cause:
+        """The count that explains all changes: each is the same vector, times how much the count's power differs."""
+        everything = self._counts(batch, self.rows)
+        ratios = {
+            rows: {by: count / everything[by] if everything[by] else 1.0 for by, count in counts.items()}
+            for rows in changes
+            for counts in [self._counts(batch, rows)]
+        }
+        halves = [rows for rows in changes if rows in self._halves]
+
+        def explained(powers: Mapping[str, int], tolerance: float) -> bool:
+            known = [rows for rows in changes if all(ratios[rows][by] for by in powers)]
+            by = {rows: math.prod(ratios[rows][name] ** n for name, n in powers.items()) - 1 for rows in known}
+            if any(abs(by[rows]) < 1e-9 for rows in halves):
+                return False
+            direction = sum((changes[rows] / by[rows] for rows in halves), torch.zeros_like(self.together))
+            for rows in known:
+                tokens = self._tokens([i for i in set(rows) if i < self.subject.batch.num_sequences])
+                expected = torch.zeros_like(direction)
+                expected[tokens] = by[rows] * direction[tokens]
+                off = float((changes[rows] - expected).norm())
+                if off > tolerance * max(float(expected.norm()), float(direction[tokens].norm())):
+                    return False
+            return True
+
+        for tolerance in (1e-3, 0.03):
+            for by, what in _COUNTED.items():
+                if explained({by: -1}, tolerance):
+                    return Cause("local mean", f"{{}} averages over its own micro-batch's {what}")
+            for mean, share in permutations(_COUNTED, 2):
+                if explained({mean: -1, share: 1}, tolerance):
+                    text = f"{{}} averages over {_COUNTED[mean]} and weighs that mean by the share of {_COUNTED[share]}"
+                    if {mean, share} == {"sequences", "valid sequences"}:
+                        text += ": a fully masked sequence changes what the others weigh"
+                        return Cause("rows counted in one place and not in the other", text)
+                    return Cause("mean and share count different things", text)
+            for by, what in _COUNTED.items():
+                if explained({by: 1}, tolerance):
+                    return Cause("local count as a factor", f"{{}} multiplies by its own micro-batch's {what}")
+        return Cause(
+            "local count as a factor",
+            "how many sequences or tokens the micro-batch holds, not what they hold, changes {}",
+        )
+
+    def _counts(self, batch: MiniBatch, rows: Sequence[int]) -> dict[str, int]:
+        uids = batch.uids or [str(i) for i in range(batch.num_sequences)]
+        lengths = [int(batch.response_lengths[i]) for i in rows]
+        valid = [batch.valid_counts[i] for i in rows]
+        return {
+            "tokens": sum(valid),
+            "sequences": len(rows),
+            "valid sequences": sum(count > 0 for count in valid),
+            "positions": sum(lengths),
+            "prompts": len({uids[i] for i in rows}),
+            "all tokens": sum(lengths) + sum(int(batch.prompt_lengths[i]) for i in rows),
+        }
 
     def _tokens(self, rows: Sequence[int]) -> Tensor:
         starts = self.subject.batch.starts
         return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
 
-    def _few(self) -> list[tuple[int, ...]]:
-        """Smaller micro-batches: every second sequence, in which a selection shows that needs different ones;
-        then single sequences, the longest ones first, which show it best, and the shortest, which show what a
-        mean is over."""
-        batch = self.subject.batch
-        moving = [group for group in batch.groups if bool(self.together[self._tokens(group)].any())]
-        moving.sort(key=lambda group: -sum(batch.valid_counts[i] for i in group))
-        halves = [tuple(i for group in moving[k::2] for i in group) for k in (0, 1)]
-        few = [half for half in halves if half] + moving[:_MOST_ALONE] + moving[_MOST_ALONE:][-3:]
-        return list(dict.fromkeys(few))
+    @cached_property
+    def _moving(self) -> list[tuple[int, ...]]:
+        """Groups with a gradient, the longest first."""
+        valid = self.subject.batch.valid_counts
+        moving = [group for group in self.groups if bool(self.together[self._tokens(group)].any())]
+        return sorted(moving, key=lambda group: -sum(valid[i] for i in group))
 
-    def _over(self, factors: dict[tuple[int, ...], float]) -> str:
-        """What the mean is over: the factor between alone and together is its count over that of the few."""
-        counts = self.subject.batch.valid_counts
-        ways = {
-            "'s tokens": counts,
-            "'s sequences": [1] * len(counts),
-            "'s sequences with a valid token": [int(count > 0) for count in counts],
-        }
-        for what, weights in ways.items():
-            if all(
-                abs(factor * sum(weights[i] for i in group) / sum(weights) - 1) <= _SAME
-                for group, factor in factors.items()
-            ):
-                return what
-        return ""
+    @cached_property
+    def _halves(self) -> list[tuple[int, ...]]:
+        return [tuple(i for group in self._moving[k::2] for i in group) for k in (0, 1)]
+
+    def _few(self) -> list[tuple[int, ...]]:
+        """Smaller micro-batches: every second sequence; then single sequences, the longest ones first, which show
+        it best, and the shortest, which show what a mean is over."""
+        few = [half for half in self._halves if half]
+        few += self._moving[:_MOST_ALONE] + self._moving[_MOST_ALONE:][-3:]
+        return list(dict.fromkeys(few))

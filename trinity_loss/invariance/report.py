@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from trinity_loss.invariance.cuts import ENGINE_LAYOUTS
-from trinity_loss.invariance.rows import CAUSES, TERMS, Finding, Row
+from trinity_loss.invariance.rows import CAUSES, TERMS, Deviation, Finding, Row
 from trinity_loss.tables import plain_table
+
+_VERSIONS = ("trinity-loss", "verl", "torch", "tensordict")
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the loss passed."""
-        return not any(finding.counts for finding in self.findings)
+        """Whether the loss passed: every row within the tolerance, and nothing else that counts was found."""
+        return self.max_relative_error <= self.tolerance and not any(finding.counts for finding in self.findings)
 
     @property
     def max_relative_error(self) -> float:
@@ -96,7 +100,7 @@ class Report:
                     row.cut.label,
                     row.cut.layout,
                     f"{everything.ratio:.6g}",
-                    *(_percent(max(row.gradients[t].error, row.gradients[t].largest), self.tolerance) for t in terms),
+                    *(_off(row.gradients.get(t), self.tolerance) for t in terms),
                     _percent(everything.mean, self.tolerance),
                     _percent(row.loss.error, self.tolerance),
                     _percent(row.metric_error, self.tolerance),
@@ -119,18 +123,13 @@ class Report:
             lines.append(f"  accuracy: in float32 the whole mini-batch's gradient is {self.accuracy:.1e} off float64")
         return lines
 
-    def plot(self, path: str) -> None:
-        """Draws the gradient norm against the number of micro-batches, a line per number of ranks.
-
-        Args:
-            path: Where to write the figure; the ending chooses the format.
-
-        Raises:
-            ImportError: matplotlib is not installed (extra ``tools``).
-        """
-        from trinity_loss.invariance.figure import draw
-
-        draw([self], path)
+    def markdown(self) -> str:
+        """Verdict, findings, versions and table, to paste into an issue; it names no path."""
+        versions = ", ".join(f"{name} {version(name)}" for name in _VERSIONS if find_spec(name.replace("-", "_")))
+        headers, cells = self.table()
+        lines = [headers, ["---"] * len(headers), *cells]
+        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([f"**{self.summary()[0]}**", "", *self.summary()[1:], "", *table, "", versions])
 
     def curve(self, ranks: int, term: str = "gradient") -> dict[int, float]:
         """Gradient norm over that of the whole, by number of micro-batches, for even cuts on so many ranks."""
@@ -141,12 +140,17 @@ class Report:
         return points
 
 
+def _off(deviation: Deviation | None, tolerance: float) -> str:
+    """``mean`` has a column of its own; a cut that is not taken apart has no terms."""
+    return "" if deviation is None else _percent(max(deviation.error, deviation.largest), tolerance)
+
+
 def _percent(error: float, tolerance: float) -> str:
     if math.isinf(error):
         return "broken"
     if error <= tolerance:
         return f"{error:.0e}" if error else "0"
-    return f"{error:.2%}"
+    return f"{error:.2%}" if error >= 1e-3 else f"{100 * error:.2g}%"
 
 
 def _name_non_finite(value: Any) -> Any:
