@@ -79,6 +79,11 @@ class Recorder:
         # Past the limit nothing is held back in memory either; `write` says so.
         self._parts = [] if self._bytes > self._max_bytes else [*self._parts, part]
 
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """What was kept, a dictionary per micro-batch."""
+        return self._parts
+
     def write(self, folder: Path, provenance: Provenance, config: LossConfig) -> None:
         """Writes this rank's part; a file is there whole or not at all, and none is written over.
 

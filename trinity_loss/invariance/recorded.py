@@ -30,7 +30,7 @@ def load_recording(path: str | Path) -> MiniBatch:
             mini-batch of one run.
         MissingFieldError: The folder lacks a rank; the file holds something else.
     """
-    return _mini_batch(_parts_at(Path(path)))
+    return join_ranks(_parts_at(Path(path)))
 
 
 def recorded_config(path: str | Path) -> LossConfig:
@@ -95,7 +95,8 @@ def _check_together(folder: Path, origins: dict[int, dict[str, Any]]) -> None:
         raise ConfigError(f"{folder} holds {', '.join(surplus)}; expected the parts of {ranks} ranks")
 
 
-def _mini_batch(ranks: list[dict[str, Any]]) -> MiniBatch:
+def join_ranks(ranks: list[dict[str, Any]]) -> MiniBatch:
+    """The parts of a mini-batch, one per rank, as one."""
     starts = [0, *accumulate(part["response_lengths"].numel() for part in ranks)]
     cut = [
         [[row + start for row in rows] for rank in part.get("cut") or () for rows in rank]

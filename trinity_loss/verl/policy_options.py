@@ -16,7 +16,12 @@ from trinity_loss.aggregation import find_aggregation_mode
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss_config import RULES, LossConfig
 from trinity_loss.registry import get_policy_loss
-from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, optional
+from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, one_of, optional
+
+#: What an audit may compute the gradient of a mini-batch with, beside the mini-batch as configured.
+AUDIT_CUTS = ("repeat", "half", "twice", "reverse", "single")
+_STEPS = list_of(number("a training step, 1 or more", lambda value: value >= 1 and value == int(value)))
+_FOLDER = optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value)), "a folder"))
 
 #: What each field that :class:`LossConfig` does not have must be.
 _RULES: dict[str, Rule] = {
@@ -24,9 +29,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"), NUMBER),
     "dro_beta": optional(NUMBER),
     "shadow": BOOLEAN,
-    "record_steps": list_of(number("a training step, 1 or more", lambda value: value >= 1 and value == int(value))),
-    "record_dir": optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value)), "a folder")),
+    "record_steps": _STEPS,
+    "record_dir": _FOLDER,
     "record_max_megabytes": POSITIVE,
+    "audit_steps": _STEPS,
+    "audit_dir": _FOLDER,
+    "audit_cuts": list_of(one_of(*AUDIT_CUTS)),
 }
 _MODES = ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode")
 
@@ -69,6 +77,9 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         record_steps: Training steps, as verl logs them, whose mini-batches are saved.
         record_dir: Where they are saved, one folder per mini-batch.
         record_max_megabytes: A rank's part of a mini-batch above this size is not saved, and a warning says so.
+        audit_steps: Training steps, as verl logs them, whose first mini-batch is audited before it is trained on.
+        audit_dir: Where the reports go.
+        audit_cuts: What the gradient is computed with beside the mini-batch as configured, of :data:`AUDIT_CUTS`.
 
     Raises:
         ConfigError: A loss or mode is not known, or a value has another type or range.
@@ -89,6 +100,9 @@ class PolicyLossOptions(VerlPolicyLossConfig):
     record_steps: list[int] = field(default_factory=list)
     record_dir: Optional[str] = None  # noqa: UP045
     record_max_megabytes: float = 512.0
+    audit_steps: list[int] = field(default_factory=list)
+    audit_dir: Optional[str] = None  # noqa: UP045
+    audit_cuts: list[str] = field(default_factory=lambda: list(AUDIT_CUTS))
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -103,8 +117,10 @@ class PolicyLossOptions(VerlPolicyLossConfig):
                     find_aggregation_mode(mode)
                 except ConfigError as error:
                     raise ConfigError(f"policy_loss.{name}: {error}") from error
-        if self.record_steps and not self.record_dir:
-            raise ConfigError(f"policy_loss.record_steps is {list(self.record_steps)}, but record_dir is not set")
+        for what in ("record", "audit"):
+            steps = getattr(self, f"{what}_steps")
+            if steps and not getattr(self, f"{what}_dir"):
+                raise ConfigError(f"policy_loss.{what}_steps is {list(steps)}, but {what}_dir is not set")
         # Hydra hands over a plain mapping where no _target_ makes it more; verl's fields are frozen.
         object.__setattr__(self, "rollout_correction", _as_correction(self.rollout_correction))
 

@@ -52,8 +52,8 @@ class ShadowLoss:
 
     def _compare(self, model_output: Mapping[str, Any], data: MicroBatchData, dp_group: Any) -> dict[str, Any]:
         """The metrics of ours, and how the gradients compare; all of them or none."""
-        verls, _, _ = _gradient(self.verl_loss, model_output, data, dp_group)
-        ours, our_loss, our_metrics = _gradient(self.ours, model_output, data, dp_group)
+        verls, _, _ = loss_gradient(self.verl_loss, model_output, data, dp_group)
+        ours, our_loss, our_metrics = loss_gradient(self.ours, model_output, data, dp_group)
         dp_size = self.ours.dp_size(data)
         # The moments of a pair of vectors: both squares and the product.
         sums = {"count": verls.square().sum(), "sum": (verls * ours).sum(), "square": ours.square().sum()}
@@ -66,7 +66,7 @@ class ShadowLoss:
         return metrics | {prefix_key(PREFIX, key): value for key, value in our_metrics.items()}
 
 
-def _gradient(
+def loss_gradient(
     loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]], model_output: Mapping[str, Any], data: Any, dp_group: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Gradient with respect to the log-probs, float64 [N], with loss and metrics; the live graph is not touched."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from trinity_loss.verl.choice import config_of, engine_loss, name_of, selecting_
 from trinity_loss.verl.compat import check_version
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.diagnostic import only_warning
+from trinity_loss.verl.policy_options import PolicyLossOptions
 from trinity_loss.verl.recording import RunRecording
 from trinity_loss.verl.shadow import PREFIX, ShadowLoss
 from trinity_loss.verl.steps import Steps
@@ -107,12 +109,14 @@ class TrinityWorkerMixin:
     Attributes:
         rollout_correction: ``algorithm.rollout_correction`` of the run, None where it is not known.
         recording: What saves mini-batches, None where none is to be saved.
+        auditing: What the configuration says of the audit, None where no step is to be audited.
     """
 
     engine: Any
     loss_fn: Any
     rollout_correction: Mapping[str, Any] | None = None
     recording: RunRecording | None = None
+    auditing: Any = None
     _selected = False
 
     def __init__(self, *values: Any, **named: Any) -> None:
@@ -126,6 +130,7 @@ class TrinityWorkerMixin:
         self._selected = self._selected or actor is not None
         if actor is not None:
             self.recording = RunRecording.of(actor.policy_loss)
+            self.auditing = audit_settings(actor.policy_loss)
         if ours is not None:
             logger.info("trinity_loss: training with %s", ours)
         elif self._selected and config_of(loss_fn) is None:
@@ -137,6 +142,14 @@ class TrinityWorkerMixin:
         count = self.counting.begin if whole_batch else self.counting.attach
         with only_warning("counting for shadow mode") if self._in_shadow else nullcontext():
             count(data, config, self.engine.get_data_parallel_group())
+
+    def audit(self, data: TensorDict, config: LossConfig) -> dict[str, float]:
+        """Audits a mini-batch, if it is the first of a step that was chosen; the ``audit/…`` metrics."""
+        if self.auditing is None or self.steps.step not in self.auditing.steps or self.steps.mini_batch != 1:
+            return {}
+        from trinity_loss.verl.audit import audit
+
+        return audit(self, data, config)
 
     @contextmanager
     def recorded(self, config: LossConfig) -> Iterator[None]:
@@ -154,6 +167,17 @@ class TrinityWorkerMixin:
     @property
     def _in_shadow(self) -> bool:
         return isinstance(self.loss_fn, ShadowLoss)
+
+
+def audit_settings(policy_loss: PolicyLossOptions) -> Any:
+    """What a configuration says of the audit; None, and nothing of it is loaded, where no step is chosen."""
+    if not policy_loss.audit_steps:
+        return None
+    from trinity_loss.verl.audit import AuditSettings
+
+    return AuditSettings(
+        frozenset(policy_loss.audit_steps), Path(str(policy_loss.audit_dir)), tuple(policy_loss.audit_cuts)
+    )
 
 
 def reduce_over_ranks(metrics: dict[str, Any]) -> None:
@@ -215,10 +239,12 @@ def make_training_worker(base: type[Any]) -> type[Any]:
             if config is None:
                 return super().train_batch(data)
             self.count(data, config)
+            audited = self.audit(data, config)
             with self.recorded(config):
                 output = super().train_batch(data)
             if output is not None:  # None on ranks that hold no output, as in a pipeline
                 reduce_over_ranks(tu.get(output, "metrics"))
+                tu.get(output, "metrics").update(audited)
             return output
 
     return TrinityTrainingWorker

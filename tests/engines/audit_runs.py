@@ -1,0 +1,307 @@
+"""Trains a few steps in verl's real engines with planted faults, audits some, and returns what was found.
+
+Run as ``python -m audit_runs FOLDER`` by ``launch``; the faults are by name, since what is planted lives in the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_loss.verl.harness.engine_case import EngineCase, load
+
+
+@dataclass(frozen=True)
+class AuditRun:
+    """A run of some steps on one mini-batch, cut as the case says.
+
+    Attributes:
+        case: Engine, layout and loss.
+        fault: Of :data:`FAULTS`; empty: none.
+        steps: How many.
+        audited: Which of them.
+        lr: Learning rate.
+        shadow: A ``loss_mode`` and ``loss_agg_mode`` of verl's loss, which trains in place of the case's, or a loss.
+    """
+
+    case: EngineCase
+    fault: str = ""
+    steps: int = 1
+    audited: tuple[int, ...] = (1,)
+    lr: float = 0.0
+    shadow: Any = None
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What a run left.
+
+    Attributes:
+        reports: As JSON, by step.
+        texts: The Markdown of each.
+        metrics: Of each step, without times and memory.
+        state: Digest of weights, optimizer, buffers and random states after the last step, per rank.
+        warnings: Of rank 0, those that tell of an audit.
+    """
+
+    reports: dict[int, dict[str, Any]]
+    texts: dict[int, str]
+    metrics: list[dict[str, float]]
+    state: list[str]
+    warnings: list[str] = field(default_factory=list)
+
+
+def digest(worker: Any) -> str:
+    """Of everything that a step depends on."""
+    engine = worker.engine
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    content = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            content.update(local.detach().float().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            content.update(repr(value).encode())
+
+    for module in modules:
+        add(dict(module.named_parameters()))
+        add(dict(module.named_buffers()))
+        add([p.grad for p in module.parameters() if p.grad is not None])
+    optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    add([getattr(optimizer, "optimizer", optimizer).state_dict() for optimizer in optimizers])
+    add(engine.lr_scheduler.state_dict())
+    add(torch.get_rng_state())
+    return content.hexdigest()
+
+
+def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: str) -> list[AuditResult]:
+    """One rank of runs that share an engine; each starts from the same weights."""
+    import warnings
+
+    import torch.distributed as dist
+    from verl.utils import tensordict_utils as tu
+
+    from trinity_loss.verl.audit import AuditSettings
+    from trinity_loss.verl.harness.rank import cut
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=120),
+    )
+    harness = importlib.import_module(f"trinity_loss.verl.harness.{engine}")
+    fault = FAULTS[runs[0].fault]
+    original = harness.worker_config
+
+    def worker_config(case: EngineCase, path: str) -> Any:
+        config = original(case, path)
+        object.__setattr__(config.optimizer_config, "lr", runs[0].lr)
+        fault.configure(config)
+        return config
+
+    harness.worker_config = worker_config
+    harness.read_gradients = lambda engine: {}  # Whole ones, which nobody looks at here.
+    results = []
+    for number, run in enumerate(runs):
+        worker = harness.build(run.case, model)
+        torch.manual_seed(1)
+        worker.reset()
+        fault.plant(worker)
+        size, rank = worker.engine.get_data_parallel_size(), worker.engine.get_data_parallel_rank()
+        worker.set_loss_fn(load(run.case.loss))
+        if run.shadow is not None:
+            worker.loss_fn = shadow_loss(run.shadow)
+        reports = Path(folder) / str(number)
+        if getattr(worker, "audit_file", False):
+            Path(folder).mkdir(exist_ok=True)
+            reports.touch()
+        worker.auditing = AuditSettings(frozenset(run.audited), reports) if run.audited else None
+        metrics, said = [], []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(run.steps):
+                output = worker.train_mini_batch(tu.chunk_tensordict(cut(run.case, size), size)[rank])
+                mine = None if output is None else tu.get(output, "metrics")
+                everyone: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, mine)
+                metrics.append(next(part for part in everyone if part is not None))
+        said = [str(w.message) for w in caught if "audit" in str(w.message)]
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, digest(worker))
+        results.append(result_of(reports, metrics, states, said))
+    return results
+
+
+def result_of(folder: Path, metrics: list[dict[str, Any]], states: list[str], warned: list[str]) -> AuditResult:
+    import json
+
+    from verl.utils.metric import reduce_metrics
+
+    files = {int(path.stem.split("-")[-1]): path for path in folder.glob("*.json")} if folder.is_dir() else {}
+    plain = [
+        {k: float(v) for k, v in reduce_metrics(dict(m)).items() if not k.startswith("perf/") and k != "mfu"}
+        for m in metrics
+    ]
+    reports = {step: json.loads(path.read_text()) for step, path in files.items()}
+    texts = {step: path.with_suffix(".md").read_text() for step, path in files.items()}
+    return AuditResult(reports, texts, plain, states, warned)
+
+
+def shadow_loss(loss: Any) -> Any:
+    """Shadow mode with verl's own loss, as a configuration would make it, or with another in its place."""
+    from verl.workers.config import ActorConfig
+    from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from trinity_loss import EnginePolicyLoss, LossConfig
+    from trinity_loss.verl.shadow import ShadowLoss
+
+    ours = EnginePolicyLoss(LossConfig())
+    if callable(loss):
+        return ShadowLoss(loss, ours)
+    loss_mode, loss_agg_mode = loss
+    actor = ActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode=loss_agg_mode,
+        policy_loss=VerlPolicyLossConfig(loss_mode=loss_mode),
+    )
+    return ShadowLoss(partial(ppo_loss, config=actor), ours)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a fault is planted: in the worker's configuration, or in the worker once its engine stands."""
+
+    configure: Callable[[Any], None] = lambda config: None
+    plant: Callable[[Any], None] = lambda worker: None
+
+
+def _dropout(worker: Any) -> None:
+    for module in worker.engine.module.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+
+
+def _leak(worker: Any) -> None:
+    """A mask of ones keeps transformers from finding the sequences in a packed row."""
+
+    def attend_to_all(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])}
+
+    worker.engine.module.register_forward_pre_hook(attend_to_all, with_kwargs=True)
+
+
+def _reduce_in_bf16(config: Any) -> None:
+    config.engine_config.mixed_precision["reduce_dtype"] = "bf16"
+
+
+def _drop_num_micro_batch(worker: Any) -> None:
+    original = worker.engine.postprocess_micro_batch_func
+
+    def without_factor(output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, found = original(output, data, *args, **kwargs)
+        return loss / data["num_micro_batch"], found
+
+    worker.engine.postprocess_micro_batch_func = without_factor
+
+
+def _router_loss(config: Any) -> None:
+    """A mixture of experts, whose router is trained to use them evenly: in every micro-batch by itself."""
+    from mbridge.core import Bridge
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
+    experts["moe_token_dispatcher_type"] = "alltoall"
+    router = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
+    config.engine_config.override_transformer_config.update(experts | router)
+    moe_utils.te_general_gemm = None  # Megatron looks for it where there is no Transformer Engine, too.
+    # Nothing is copied beside what a CPU computes.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda self, point, counts=None: counts
+    # The saved model has no experts: the weights stay as they are drawn.
+    Bridge.load_weights = lambda *args, **kwargs: None
+
+
+def _expert_bias(config: Any) -> None:
+    """A mixture of experts that is balanced by a bias, which every reduction of gradients moves."""
+    _router_loss(config)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.0}
+    config.engine_config.override_transformer_config.update(bias | {"moe_router_load_balancing_type": "none"})
+
+
+def _unwritable(worker: Any) -> None:
+    """A file stands where the folder of reports should be made."""
+    worker.audit_file = True
+
+
+FAULTS = {
+    "": Fault(),
+    "dropout": Fault(plant=_dropout),
+    "leak": Fault(plant=_leak),
+    "bf16 reduction": Fault(configure=_reduce_in_bf16),
+    "router loss": Fault(configure=_router_loss),
+    "expert bias": Fault(configure=_expert_bias),
+    "unwritable": Fault(plant=_unwritable),
+    "no num_micro_batch": Fault(plant=_drop_num_micro_batch),
+}
+
+
+def run_all(job: tuple[str, list[AuditRun]]) -> list[AuditResult]:
+    from trinity_loss.verl.harness.launch import fork_ranks
+    from trinity_loss.verl.harness.model import save_tiny_model
+
+    engine, runs = job
+    importlib.import_module("verl.workers.engine_workers")
+    importlib.import_module("verl.workers.engine")
+    results: list[AuditResult] = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny_model(f"{folder}/model", layers=2)
+        for number, (_, group) in enumerate(groupby(runs, key=lambda r: (r.case.engine_options, r.fault, r.lr))):
+            some = list(group)
+            run = partial(run_rank, some, engine, f"{folder}/model", f"{folder}/store{number}", f"{folder}/{number}")
+            results += fork_ranks(run, some[0].case.world_size)
+    return results
+
+
+def audit_all(engine: str, runs: list[AuditRun], timeout: float = 500.0) -> list[AuditResult]:
+    """What the runs found, in order; runs that share an engine stand next to each other."""
+    from trinity_loss.verl.harness import ENVIRONMENTS
+    from trinity_loss.verl.harness.launch import launch
+
+    runs = [replace(run, case=replace(run.case, trinity_worker=True)) for run in runs]
+    environment = {**ENVIRONMENTS[engine], "CUDA_VISIBLE_DEVICES": ""}
+    return launch("audit_runs", (engine, runs), environment=environment, timeout=timeout)
+
+
+if __name__ == "__main__":
+    from audit_runs import run_all as run
+
+    from trinity_loss.verl.harness.launch import main
+
+    assert sys.argv[1:]
+    main(run)

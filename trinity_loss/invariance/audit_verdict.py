@@ -1,0 +1,144 @@
+"""Whose fault a deviation is: read from passes that differ in one thing each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+#: What a verdict may say, in the order of the number in ``audit/fault``.
+VERDICTS = ("faultless", "loss", "model", "engine")
+_HALVES = 0.999  # Share of a gradient's numbers that a bfloat16 holds, where it was rounded to one.
+
+
+def judge(found: dict[str, Any]) -> tuple[str, str]:
+    """One of :data:`VERDICTS`, and the sentence.
+
+    Args:
+        found: What the audit measured, with ``replay``, whether the loss by itself depends on the cut, and ``random``,
+            what draws random numbers.
+    """
+    tolerance, noise = found["tolerance"], noise_of(found)
+    first, *others = found["runs"]
+    cuts = [run for run in others if not run["against"] and "router" not in run["name"]]
+    repeat = next((run for run in cuts if run["name"] == "repeat"), None)
+
+    def beyond(name: str) -> list[dict[str, Any]]:
+        limit = max(tolerance, 3 * (0.0 if repeat is None else off(repeat, name)))
+        return sorted((run for run in cuts if off(run, name) > limit), key=lambda run: -off(run, name))
+
+    if not found["replay"]["ok"]:
+        return "loss", f"the loss: {found['replay']['sentence']}"
+    if repeat is not None and off(repeat, "log_probs") > tolerance:
+        return "model", _of_randomness(found, repeat, tolerance)
+    strange = beyond("log_probs")
+    if strange:
+        return "model", _of_model(found, strange[0], tolerance)
+    alone = beyond("loss gradient")
+    if alone:
+        deviation = percent(off(alone[0], "loss gradient"))
+        return "loss", (
+            f"the loss: at {alone[0]['name']} its gradient by the log-probs is {deviation} off, though the model gave "
+            "the same log-probs"
+        )
+    halves = max(run["gradient"]["all"]["halves"] for run in (first, *cuts)) if found["dtype"] == "float32" else 0.0
+    odd = beyond("all")
+    if odd:
+        return "engine", _of_engine(found, odd, halves)
+    if halves > _HALVES:
+        return "engine", _reduced_in_halves(halves)
+    largest = max((off(run) for run in cuts), default=0.0)
+    level = "as far as the repeated pass, which is noise" if noise and largest <= 3 * noise else "which is rounding"
+    return "faultless", (
+        f"loss, model and engine give the same gradient in all {len(cuts)} passes; the largest deviation is "
+        f"{percent(largest)}, {level} ({found['dtype']})"
+    )
+
+
+def _of_randomness(found: dict[str, Any], repeat: dict[str, Any], tolerance: float) -> str:
+    again = next((run for run in found["runs"] if run["name"] == "same random numbers"), None)
+    change = percent(off(repeat, "log_probs"))
+    if again is not None and off(again, "log_probs") <= tolerance:
+        source = f" ({', '.join(found['random'])})" if found["random"] else ""
+        return (
+            f"the model: its log-probs change by {change} when the same mini-batch is computed again, and not when the "
+            f"random numbers are the same: dropout or another random layer is on{source}"
+        )
+    return f"the model: its log-probs change by {change} when the same mini-batch is computed again, whatever is random"
+
+
+def _of_model(found: dict[str, Any], run: dict[str, Any], tolerance: float) -> str:
+    text = f"the model: its log-probs are {percent(off(run, 'log_probs'))} off at {run['name']}"
+    both = [r for r in found["runs"][1:] if {"first in a row", "behind others"} <= set(r["tokens"])]
+    if any(off(r, "first in a row") <= tolerance < off(r, "behind others") for r in both):
+        return (
+            f"{text}; sequences that stand first in a micro-batch keep theirs and those behind them do not: attention "
+            "leaks between packed sequences"
+        )
+    return f"{text}: what it computes of a sequence depends on the others (packing, capacity of experts) or on rounding"
+
+
+def _of_engine(found: dict[str, Any], odd: Sequence[dict[str, Any]], halves: float) -> str:
+    first, run = found["runs"][0], odd[0]
+    deviation = run["gradient"]["all"]
+    text = (
+        f"the engine: log-probs and loss agree, and the parameters' gradient is {percent(off(run))} off "
+        f"at {run['name']}"
+    )
+    counts = [(r["gradient"]["all"], r["micro_batches"] / first["micro_batches"]) for r in found["runs"][1:]]
+    scaled = [(d, n) for d, n in counts if n != 1 and d["cosine"] > 0.99]
+    for power, what in ((-1, "divides by"), (1, "multiplies by")):
+        if scaled and all(abs(d["ratio"] / n**power - 1) < 0.02 for d, n in scaled):
+            return (
+                f"{text}; it is {deviation['ratio']:.3g} times as long: the engine {what} the number of micro-batches"
+            )
+    router = next((r for r in found["runs"] if r["against"]), None)
+    if router is not None and off(router) < max(off(run) / 10, found["tolerance"]):
+        return f"{text}; without the auxiliary loss of the router it is not: that loss is averaged per micro-batch"
+    if halves > _HALVES:
+        return f"{text}; {_reduced_in_halves(halves).removeprefix('the engine: ')}"
+    group = max((n for n in run["gradient"] if n != "all"), key=lambda n: run["gradient"][n]["error"])
+    return f"{text}, most in the {group} ({percent(run['gradient'][group]['error'])})"
+
+
+def _reduced_in_halves(share: float) -> str:
+    return (
+        f"the engine: the gradient's numbers ({share:.1%}) have the few digits of bf16: it is reduced or summed in bf16"
+    )
+
+
+def off(run: dict[str, Any], name: str = "all") -> float:
+    """Relative deviation of a pass: of the whole gradient, or of what the model or the loss gave by its name."""
+    found = run["gradient" if name == "all" else "tokens"].get(name)
+    return 0.0 if found is None else math.inf if math.isnan(found["error"]) else float(found["error"])
+
+
+def noise_of(found: dict[str, Any]) -> float:
+    """Relative deviation of the gradient when the same is computed again."""
+    return next((off(run) for run in found["runs"] if run["name"] == "repeat"), 0.0)
+
+
+def apart(value: float, reference: float) -> float:
+    """Relative difference of two numbers."""
+    return abs(value - reference) / max(abs(value), abs(reference)) if value != reference else 0.0
+
+
+def worst_metric(run: dict[str, Any], first: dict[str, Any]) -> tuple[float, str]:
+    """How far the metric is off that is furthest off, and which it is."""
+    numbers = {
+        name: v for name, v in run["metrics"].items() if name in first["metrics"] and "micro_batches" not in name
+    }
+    return max(((apart(value, first["metrics"][name]), name) for name, value in numbers.items()), default=(0.0, ""))
+
+
+def percent(error: float) -> str:
+    """A relative deviation, readable."""
+    return (
+        "not finite"
+        if not math.isfinite(error)
+        else "0"
+        if not error
+        else f"{error:.0e}"
+        if error < 1e-3
+        else f"{error:.2%}"
+    )

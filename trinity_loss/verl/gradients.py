@@ -1,0 +1,218 @@
+"""This rank's parts of the parameters' gradient, in every engine, and how two gradients compare over all ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+#: Kinds of parameters by their names, in Hugging Face's, Megatron's and PEFT's spelling; the first that matches.
+PARAMETER_GROUPS = (
+    ("router", re.compile(r"router|\.gate\.|shared_expert_gate")),
+    ("experts", re.compile(r"expert")),
+    ("norms", re.compile(r"norm|\bln_")),
+    ("embedding", re.compile(r"embed|\bwte\b|\bwpe\b")),
+    ("head", re.compile(r"lm_head|output_layer|\bscore\b|v_head")),
+    ("attention", re.compile(r"attn|attention|qkv")),
+    ("mlp", re.compile(r"mlp|feed_forward|ffn")),
+)
+_CHUNK = 2**22  # Elements that are compared at once: what a comparison needs beside the gradients stays small.
+_SUMS = ("reference", "other", "product", "difference", "distance", "length", "nonzero", "halves")
+
+
+def parameter_group(name: str) -> str:
+    """The kind of a parameter.
+
+    Example:
+        >>> [parameter_group(f"layers.0.{n}.weight") for n in ("mlp.gate", "mlp.gate_proj", "self_attn.q_norm")]
+        ['router', 'mlp', 'norms']
+    """
+    return next((group for group, pattern in PARAMETER_GROUPS if pattern.search(name)), "other")
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of one parameter's gradient.
+
+    Attributes:
+        name: Of the parameter, as its module calls it.
+        elements: Of the part.
+        weight: One over the number of ranks that hold each of its elements.
+        read: The part as it is at the moment of the call, flat; None: nothing has reached it.
+    """
+
+    name: str
+    elements: int
+    weight: float
+    read: Callable[[], Tensor | None]
+
+    @property
+    def group(self) -> str:
+        """The kind of the parameter, of :data:`PARAMETER_GROUPS`."""
+        return parameter_group(self.name)
+
+
+def gradient_shares(engine: Any, group: Any) -> list[Share]:
+    """The parts of the gradient that this rank holds, of FSDP2, FSDP1, Megatron, or parameters that are whole.
+
+    Args:
+        engine: A training engine of verl.
+        group: All ranks, on the host; every rank must call this.
+    """
+    if isinstance(engine.module, list):
+        return [share for chunk in engine.module for share in _of_megatron(chunk)]
+    flat = FullyShardedDataParallel.fsdp_modules(engine.module)
+    if flat:
+        return [share for module in flat for share in _of_flat_parameter(module)]
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    held = torch.tensor([_local(p).numel() for _, p in named], dtype=torch.float64)
+    everywhere = held.clone()
+    torch.distributed.all_reduce(everywhere, group=group)
+    return [
+        Share(name, int(mine), p.numel() / float(total), partial(_local_gradient, p))
+        for (name, p), mine, total in zip(named, held.tolist(), everywhere, strict=True)
+    ]
+
+
+def _local_gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else _local(parameter.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; any other tensor itself."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().flatten()
+
+
+def _of_flat_parameter(module: Any) -> Iterator[Share]:
+    handle, world = module._handle, torch.distributed.get_world_size()
+    if handle is None:
+        return
+    flat = handle.flat_param
+    ranks = handle.process_group.size() if handle.uses_sharded_strategy else 1
+    for name, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
+        if info.in_shard and flat.requires_grad:
+            part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+            read = lambda part=part: None if flat.grad is None else flat.grad.flatten()[part]  # noqa: E731
+            yield Share(name, info.numel_in_shard, ranks / world, read)
+
+
+def _of_megatron(chunk: Any) -> Iterator[Share]:
+    """Of each bucket a data-parallel rank has reduced all, or with the distributed optimizer one equal piece."""
+    from megatron.core import parallel_state as mpu
+
+    names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+    for buffers, tensor_ranks in (
+        (chunk.buffers, mpu.get_tensor_model_parallel_world_size()),
+        (chunk.expert_parallel_buffers, mpu.get_expert_tensor_parallel_world_size()),
+    ):
+        for buffer in buffers:
+            ranks, pieces, rank = buffer.data_parallel_group.size(), 1, 0
+            if chunk.ddp_config.use_distributed_optimizer:
+                pieces, rank = ranks, buffer.data_parallel_group.rank()
+                ranks *= chunk.ddp_config.num_distributed_optimizer_instances
+            for parameter, (start, end, bucket_id) in buffer.param_index_map.items():
+                if getattr(parameter, "shared", False):  # The embedding's copy on the last stage.
+                    continue
+                bucket = buffer.buckets[bucket_id]
+                size = bucket.grad_data.numel() // pieces
+                first = bucket.offset + rank * size
+                part = slice(max(start, first) - bucket.offset, min(end, first + size) - bucket.offset)
+                if part.start < part.stop:
+                    split = 1 if getattr(parameter, "tensor_model_parallel", False) else tensor_ranks
+                    read = lambda bucket=bucket, part=part: bucket.grad_data[part]  # noqa: E731
+                    yield Share(names[parameter], part.stop - part.start, pieces / ranks / split, read)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a vector is from the one it is compared with.
+
+    Attributes:
+        norm: Of the reference.
+        ratio: Of the norms, this over the reference.
+        cosine: Between the two.
+        error: Norm of the difference over that of the reference.
+        mean: Mean absolute difference over the mean absolute value.
+        largest: Largest absolute difference over the largest absolute value.
+        halves: Share of the elements that a bfloat16 holds exactly.
+    """
+
+    norm: float
+    ratio: float
+    cosine: float
+    error: float
+    mean: float
+    largest: float
+    halves: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """Sums over pairs of vectors, by name, that ranks add up.
+
+    Attributes:
+        names: Of the pairs, the same on every rank.
+    """
+
+    names: Sequence[str]
+    sums: Tensor = field(init=False)
+    maxima: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(len(self.names), len(_SUMS), dtype=torch.float64)
+        self.maxima = torch.zeros(len(self.names), 2, dtype=torch.float64)
+
+    def add(self, name: str, reference: Tensor, other: Tensor, weight: float = 1.0) -> None:
+        """Adds a pair of flat vectors; the comparison is made where ``other`` lives.
+
+        Args:
+            name: One of ``names``.
+            reference: [n].
+            other: [n].
+            weight: Of every element.
+        """
+        row = self.names.index(name)
+        for mine, theirs in zip(reference.split(_CHUNK), other.split(_CHUNK), strict=True):
+            if not mine.numel():
+                continue
+            b = theirs.to(torch.float64)
+            a = mine.to(b.device, torch.float64)
+            d = b - a
+            exact = b.to(torch.bfloat16).to(torch.float64) == b
+            parts = (a * a, b * b, a * b, d * d, d.abs(), a.abs(), b != 0, exact & (b != 0))
+            self.sums[row] += torch.stack([part.sum().to(torch.float64) for part in parts]).cpu() * weight
+            largest = torch.stack([d.abs().max(), a.abs().max()]).cpu()
+            self.maxima[row] = torch.maximum(self.maxima[row], largest)
+
+    def over_ranks(self, group: Any) -> dict[str, Deviation]:
+        """The deviation of each pair, and of ``all`` of them together, over all ranks; every rank must call this."""
+        torch.distributed.all_reduce(self.sums, group=group)
+        torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+        found = {n: _deviation(s, m) for n, s, m in zip(self.names, self.sums, self.maxima, strict=True) if s[:2].any()}
+        return found | {"all": _deviation(self.sums.sum(0), self.maxima.amax(0))}
+
+
+def _deviation(sums: Tensor, maxima: Tensor) -> Deviation:
+    s = dict(zip(_SUMS, sums.tolist(), strict=True))
+    norm, other = math.sqrt(s["reference"]), math.sqrt(s["other"])
+    apart, highest = maxima.tolist()
+
+    def share(part: float, whole: float) -> float:
+        return part / whole if whole else (math.inf if part else 0.0)
+
+    return Deviation(
+        norm=norm,
+        ratio=share(other, norm) if norm or other else 1.0,
+        cosine=share(s["product"], norm * other) if norm and other else float(norm == other),
+        error=share(math.sqrt(s["difference"]), norm),
+        mean=share(s["distance"], s["length"]),
+        largest=share(apart, highest),
+        halves=share(s["halves"], s["nonzero"]),
+    )

@@ -1,0 +1,71 @@
+"""Puts back what a forward or backward pass changes beside gradients."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from verl.utils.device import get_torch_device
+
+
+def modules_of(engine: Any) -> list[torch.nn.Module]:
+    """The model of an engine of verl: one module, or Megatron's chunks of it."""
+    return list(engine.module) if isinstance(engine.module, list) else [engine.module]
+
+
+@contextmanager
+def as_it_was(engine: Any) -> Iterator[Callable[[], None]]:
+    """Afterwards buffers (as the bias of experts), random states and what Megatron logs of routers are as before.
+
+    Yields:
+        What puts back the random states.
+    """
+    buffers = [(b, b.detach().clone()) for module in modules_of(engine) for _, b in module.named_buffers()]
+    moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    tracker = moe.get_moe_layer_wise_logging_tracker() if moe else {}
+    logged = copy.deepcopy(tracker)
+    rewind = random_states()
+    try:
+        yield rewind
+    finally:
+        rewind()
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+        tracker.clear()
+        tracker.update(logged)
+
+
+def random_states() -> Callable[[], None]:
+    """Remembers every generator that a pass may draw from; what is returned puts them back."""
+    device = get_torch_device()
+    python, numpy, host, on_device = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        device.get_rng_state(),
+    )
+    parallel = sys.modules.get("megatron.core.tensor_parallel.random")
+    tracker = parallel.get_cuda_rng_tracker() if parallel else None
+    # Of tensor-parallel ranks: states that are replaced, or generators that are not.
+    held = tracker.get_states() if tracker else {}
+    states = {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in held.items()}
+
+    def rewind() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        device.set_rng_state(on_device)
+        for name, state in states.items():
+            if isinstance(held[name], torch.Generator):
+                held[name].set_state(state)
+        if tracker and not any(isinstance(s, torch.Generator) for s in held.values()):
+            tracker.set_states({name: state.clone() for name, state in states.items()})
+
+    return rewind
