@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trinity_loss.cli import main
-from trinity_loss.doctor import look, traps
+from trinity_loss.doctor import look, notes, traps
 from trinity_loss.verl.composed import TARGET, compose
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,7 +18,8 @@ def examine(*overrides, config_name="ppo_trainer"):
 
     config = compose(config_name=config_name, overrides=overrides)
     actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
-    seen = look(actor, {"enabled": config.distillation.enabled})
+    correction = OmegaConf.to_container(config.algorithm.rollout_correction)
+    seen = look(actor, {"enabled": config.distillation.enabled}, correction)
     return seen, traps(config, seen)
 
 
@@ -77,13 +78,83 @@ def test_per_token_regime_without_packing():
     assert found == []
 
 
-def test_traps_of_an_environment(monkeypatch):
-    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "somebody_else")
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "a, b")
+@pytest.mark.parametrize("plugins", ["somebody_else", "none", ""])
+def test_plugins_may_be_left_out_unless_a_cpu_is_asked_for(plugins, monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
     seen, found = examine(OURS)
-    assert seen.entry_point == "left out by VERL_USE_EXTERNAL_PLUGINS=somebody_else"
-    assert any("VERL_USE_EXTERNAL_PLUGINS" in text for text in found)
+    assert seen.entry_point == f"left out by VERL_USE_EXTERNAL_PLUGINS={plugins}"
+    assert found == []
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    seen, found = examine(OURS)
+    assert [text for text in found if "VERL_USE_EXTERNAL_PLUGINS" in text] == found != []
+
+
+def test_traps_of_an_environment(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "a, b")
+    _, found = examine(OURS)
     assert any("blank" in text for text in found)
+
+
+def test_verls_own_worker_class_that_would_go_around():
+    """Nothing selects it, so it is no trap; whoever uses it reads of it here, and in the log of the run."""
+    seen, found = examine(OURS)
+    assert found == []
+    tinker = "verl.workers.engine_workers_tinker.TinkerActorRolloutRefWorker"
+    assert [tinker in text and "goes around our loss" in text for text in notes(seen)] == [True]
+    assert notes(examine()[0]) == []
+
+
+CORRECTION, OWN = "algorithm.rollout_correction", f"+{ACTOR}.policy_loss.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=True"
+REJECTING = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [OURS, BYPASS, *REJECTING],
+        [OURS, BYPASS, *REJECTING, f"{OWN}=${{{CORRECTION}}}"],
+        [OURS, BYPASS, f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+        [BYPASS, f"{OWN}=${{{CORRECTION}}}", f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
+        [f"{CORRECTION}.rollout_is=token"],
+        [f"{ACTOR}.entropy_checkpointing=True"],
+        [f"{ACTOR}.fsdp_config.entropy_checkpointing=True"],
+        ["actor_rollout_ref.model.use_remove_padding=False"],
+        [f"{ACTOR}.use_dynamic_bsz=True"],
+        ["actor_rollout_ref.rollout.n=4"],
+        [f"{ACTOR}.clip_ratio_high=0.28"],
+    ],
+)
+def test_options_that_are_kept_twice_and_agree(overrides):
+    assert examine(*overrides)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([BYPASS, *REJECTING], "verl makes its actor before it says so there"),
+        ([BYPASS, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "verl makes its actor before it says so there"),
+        ([OURS, BYPASS, *REJECTING, f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss_mode=bypass_mode makes it reach"),
+        ([OURS, BYPASS, *REJECTING, f"{OWN}.rollout_rs=token_k2"], "makes them one"),
+        ([OURS, BYPASS, "actor_rollout_ref.rollout.calculate_log_probs=False"], "fails at the first step"),
+        ([f"{CORRECTION}.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=False"], "does not say so"),
+        ([OURS, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "takes them for those of the rollout"),
+        ([OURS, f"{OWN}.bypass_mode=True"], "takes them for those of the rollout"),
+        ([f"{OWN}.rollout_rs=token_k1", f"{OWN}.rollout_rs_threshold=2"], "which only loss_mode=bypass_mode reads"),
+        ([f"{ACTOR}.clip_ratio=0.3"], "clip_ratio_low and clip_ratio_high are read"),
+        ([f"{ACTOR}.use_fused_kernels=True"], "verl reads actor_rollout_ref.model.use_fused_kernels"),
+        ([f"{ACTOR}.use_remove_padding=False", f"{ACTOR}.fsdp_config.entropy_checkpointing=True"], None),
+        (
+            [f"{ACTOR}.entropy_checkpointing=True", f"{ACTOR}.fsdp_config.entropy_checkpointing=False"],
+            "verl reads actor_rollout_ref.actor.fsdp_config.entropy_checkpointing",
+        ),
+        ([f"{ACTOR}.rollout_n=2"], "verl reads actor_rollout_ref.rollout.n"),
+        (["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"], "fails at its start"),
+    ],
+)
+def test_options_that_are_kept_twice_and_differ(overrides, says):
+    found = examine(*overrides)[1]
+    assert (len(found) == 1 and says in found[0]) if says else found == [], found
 
 
 def test_an_entry_point_that_fails(monkeypatch):

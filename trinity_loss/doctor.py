@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
+from trinity_loss.kept_twice import option_traps
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.tables import print_table
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 PACKAGES = ("trinity-loss", "verl", "torch", "tensordict", "ray", "hydra-core", "transformers", "trinity-rft",
             "megatron-core", "vllm", "sglang")  # fmt: skip
 _ENTRY_POINTS, _NAME = "verl.plugins", "trinity_loss"
+_TINKER = "verl.workers.engine_workers_tinker"
+#: What is loaded only because it was looked at here.
+_imported_to_look: set[str] = set()
 _ALLOW_LIST, _MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
 #: What is wrong with losses of verl that depend on the cut.
 VERL_TRAPS = {
@@ -38,7 +43,8 @@ class Process:
         ours: Whether it is one of ours.
         failure: The error that building the actor configuration or its loss ends in, None if none.
         worker_class: What stands in verl's place for the training worker.
-        goes_around: Worker classes that set a training worker of their own.
+        goes_around: Worker classes in use that set a training worker of their own.
+        could_go_around: verl's own such classes, which nothing here uses.
         environment: Variables that steer verl's plugins.
     """
 
@@ -49,18 +55,22 @@ class Process:
     failure: str | None
     worker_class: str
     goes_around: list[str] = field(default_factory=list)
+    could_go_around: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def look(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:
+def look(
+    actor: dict[str, Any], distillation: dict[str, Any] | None, correction: dict[str, Any] | None = None
+) -> Process:
     """Looks around in this process; this is what runs in a Ray worker too.
 
     Args:
         actor: The resolved actor configuration.
         distillation: The resolved distillation configuration.
+        correction: The resolved ``algorithm.rollout_correction``.
     """
-    loss, ours, failure = _loss(actor, distillation)
-    worker_class, goes_around = _worker_classes()
+    loss, ours, failure = _loss(actor, distillation, correction)
+    worker_class, goes_around, could_go_around = _worker_classes()
     variables = (_ALLOW_LIST, _MODULES, "VERL_PLATFORM")
     return Process(
         versions={name: found for name in PACKAGES if (found := _version(name)) is not None},
@@ -70,6 +80,7 @@ def look(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:
         failure=failure,
         worker_class=worker_class,
         goes_around=goes_around,
+        could_go_around=could_go_around,
         environment={name: os.environ[name] for name in variables if name in os.environ},
     )
 
@@ -99,7 +110,9 @@ def _entry_point() -> str:
     return "loads"
 
 
-def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[str, bool, str | None]:
+def _loss(
+    actor: dict[str, Any], distillation: dict[str, Any] | None, correction: dict[str, Any] | None
+) -> tuple[str, bool, str | None]:
     """The loss of a worker, whether it is ours, and what it fails with."""
     from functools import partial
 
@@ -118,7 +131,7 @@ def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[s
     selected = "trinity_loss" in str(actor["policy_loss"].get("_target_", ""))
     try:
         made = actor_config(OmegaConf.create({"actor_rollout_ref": {"actor": actor}}))
-        ours = engine_loss(partial(bound, config=made))
+        ours = engine_loss(partial(bound, config=made), correction)
     except ConfigError as error:
         return "none: the worker fails", selected, str(error)
     if ours is not None:
@@ -127,19 +140,27 @@ def _loss(actor: dict[str, Any], distillation: dict[str, Any] | None) -> tuple[s
     return f"{bound.__module__}.{bound.__name__}{name}", False, None
 
 
-def _worker_classes() -> tuple[str, list[str]]:
+def _worker_classes() -> tuple[str, list[str], list[str]]:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     from trinity_loss.verl.choice import name_of
     from trinity_loss.verl.worker import TrinityWorkerMixin, subclasses
 
-    own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
-    around = [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
-    return name_of(ActorRolloutRefWorker.actor_worker_cls), around
+    def around() -> list[str]:
+        own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
+        return [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
+
+    if _TINKER not in sys.modules:
+        importlib.import_module(_TINKER)
+        _imported_to_look.add(_TINKER)
+    found = around()
+    unused = [name for name in found if name.rpartition(".")[0] in _imported_to_look]
+    used = [name for name in found if name not in unused]
+    return name_of(ActorRolloutRefWorker.actor_worker_cls), used, unused
 
 
-def look_in_ray_worker(actor: dict[str, Any], distillation: dict[str, Any] | None) -> Process:
-    """What a worker of a private Ray on this machine sees.
+def look_in_ray_worker(*configuration: Any) -> Process:
+    """What a worker of a private Ray on this machine sees; it is given what :func:`look` is.
 
     Raises:
         ImportError: Ray is not installed.
@@ -152,7 +173,7 @@ def look_in_ray_worker(actor: dict[str, Any], distillation: dict[str, Any] | Non
     try:
         # By value: what runs there must not depend on how this module was found here.
         remote = ray.remote(num_cpus=1)(look)
-        seen: Process = ray.get(remote.remote(actor, distillation))
+        seen: Process = ray.get(remote.remote(*configuration))
         return seen
     finally:
         ray.shutdown()
@@ -171,13 +192,24 @@ def traps(config: DictConfig, seen: Process) -> list[str]:
     if config.get("distillation") is not None and config.distillation.get("enabled"):
         found.append("distillation.enabled: the actor is trained with distillation_ppo_loss, not with the actor's loss")
     found += _per_token_traps(config)
-    if not seen.entry_point.startswith("loads"):
+    found += option_traps(config, ours=seen.ours)
+    # The loss itself needs no plugin; what a CPU needs comes through it.
+    needed = seen.environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    if seen.entry_point.startswith("fails") or (needed and not seen.entry_point.startswith("loads")):
         found.append(f"entry point {_NAME}: {seen.entry_point}")
     if " " in os.environ.get(_MODULES, "").strip():
         found.append(f"{_MODULES} has a blank in it, which verl takes for a part of the name")
     if seen.ours and seen.goes_around:
         found.append(f"{', '.join(seen.goes_around)} sets a training worker of its own, which goes around our loss")
     return found
+
+
+def notes(seen: Process) -> list[str]:
+    """What is no trap, but worth knowing, a sentence each."""
+    if not seen.ours:
+        return []
+    return [f"{name}, wherever it is used, sets a training worker of its own, which goes around our loss"
+            for name in seen.could_go_around]  # fmt: skip
 
 
 def _loss_traps(actor: Any, ours: bool) -> list[str]:
@@ -232,9 +264,12 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
     actor: Any = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
     # The rest of the configuration may hold what only a run fills in.
     distillation: Any = {"enabled": bool(config.get("distillation") and config.distillation.get("enabled"))}
-    seen = {"driver": look(actor, distillation)}
+    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    plain_correction: Any = None if correction is None else OmegaConf.to_container(correction, resolve=True)
+    asked = (actor, distillation, plain_correction)
+    seen = {"driver": look(*asked)}
     if ray:
-        seen["Ray worker"] = look_in_ray_worker(actor, distillation)
+        seen["Ray worker"] = look_in_ray_worker(*asked)
     last = list(seen.values())[-1]
     found = traps(config, last)
     found += [
@@ -243,12 +278,14 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
         if last.versions.get(name) != here
     ]
     if as_json:
-        plain = {"processes": {where: asdict(process) for where, process in seen.items()}, "traps": found}
+        processes = {where: asdict(process) for where, process in seen.items()}
+        plain = {"processes": processes, "traps": found, "notes": notes(last)}
         json.dump(plain, sys.stdout, indent=2)
         print()
         return not found
     print_table(["", *seen], _cells(seen))
     print(f"loss: {last.loss}")
+    print("".join(f"note: {text}\n" for text in notes(last)), end="")
     print("\n".join(f"trap: {text}" for text in found) or "nothing wrong found")
     return not found
 

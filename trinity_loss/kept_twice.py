@@ -1,0 +1,125 @@
+"""Options that verl keeps in two places, of which it reads one: where they differ, a sentence for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
+_POLICY_LOSS, _CORRECTION = f"{_ACTOR}.policy_loss", "algorithm.rollout_correction"
+#: The section of an engine's own options, where it is not called as the strategy is.
+_ENGINE_SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config"}
+#: Where verl reads what stands in several sections; elsewhere it is the engine's.
+_READ_FROM = {"strategy": _ACTOR, "use_remove_padding": _MODEL, "use_fused_kernels": _MODEL}
+#: One option under two names: the one that nothing reads, and the other.
+_RENAMED = ((f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"),)
+
+
+def option_traps(config: DictConfig, *, ours: bool) -> list[str]:
+    """What of a configuration verl reads from another place than where it was said.
+
+    Args:
+        config: A composed verl configuration.
+        ours: Whether the loss is one of ours.
+    """
+    return [*_sections(config), *_renamed(config), *_clip_ranges(config), *_corrections(config, ours)]
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, key)
+
+
+def _sections(config: DictConfig) -> Iterator[str]:
+    """Options of one name in the sections of actor, engine and model."""
+    strategy = _select(config, f"{_ACTOR}.strategy")
+    engine = f"{_ACTOR}.{_ENGINE_SECTIONS.get(strategy, strategy)}"
+    sections = {place: found for place in (_ACTOR, engine, _MODEL) if (found := _select(config, place)) is not None}
+    for place, section in sections.items():
+        defaults = _defaults(section)
+        for name, value in section.items():
+            read = _READ_FROM.get(name, engine)
+            if place == read or name.startswith("_") or name not in sections.get(read, {}) or hasattr(value, "keys"):
+                continue
+            if name == "ulysses_sequence_parallel_size" and place == _ACTOR and value > 1:
+                continue  # Above 1 verl copies it.
+            if value not in (sections[read][name], defaults.get(name)):
+                yield _differ(f"{place}.{name}", value, f"{read}.{name}", sections[read][name])
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """What the dataclass of a section has where nobody says anything."""
+    from hydra.utils import get_class
+
+    made = get_class(section._target_) if section.get("_target_") else None
+    return {f.name: f.default for f in fields(made)} if is_dataclass(made) else {}
+
+
+def _renamed(config: DictConfig) -> Iterator[str]:
+    for place, read in _RENAMED:
+        value, other = _select(config, place), _select(config, read)
+        if None not in (value, other) and value != other:
+            yield _differ(place, value, read, other)
+    dynamic, of_rollout = (
+        _select(config, key) for key in (f"{_ACTOR}.use_dynamic_bsz", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
+    )
+    if dynamic != of_rollout:
+        yield (
+            f"{_ACTOR}.use_dynamic_bsz is {dynamic} and {_ROLLOUT}.log_prob_use_dynamic_bsz is {of_rollout}: verl's "
+            "worker fails at its start"
+        )
+
+
+def _clip_ranges(config: DictConfig) -> Iterator[str]:
+    actor = _select(config, _ACTOR)
+    both = (actor.clip_ratio_low, actor.clip_ratio_high)
+    if None not in both and actor.clip_ratio not in (*both, _defaults(actor).get("clip_ratio")):
+        yield (
+            f"{_ACTOR}.clip_ratio is {actor.clip_ratio}, but clip_ratio_low and clip_ratio_high are read, which are "
+            f"{both[0]} and {both[1]}"
+        )
+
+
+def _differ(place: str, value: Any, read: str, other: Any) -> str:
+    return f"{place} is {value}, but verl reads {read}, which is {other}"
+
+
+def _corrections(config: DictConfig, ours: bool) -> Iterator[str]:
+    """Rollout correction: the trainer reads ``algorithm``, the loss ``policy_loss``, and verl copies it too late."""
+    said, own = (_select(config, key) or {} for key in (_CORRECTION, f"{_POLICY_LOSS}.rollout_correction"))
+    loss_mode, bypass = _select(config, f"{_POLICY_LOSS}.loss_mode"), bool(said.get("bypass_mode"))
+    asked = [name for name in ("bypass_mode", "rollout_is", "rollout_rs") if said.get(name)]
+    if asked and not _select(config, f"{_ROLLOUT}.calculate_log_probs"):
+        what = "verl fails at the first step" if bypass else "verl corrects nothing, and does not say so"
+        yield f"{_CORRECTION}.{asked[0]} is {said[asked[0]]}, but {_ROLLOUT}.calculate_log_probs is not True: {what}"
+    if bypass and not ours:
+        unread = [name for name in said if name in _READ_BY_LOSS and own.get(name, said[name]) != said[name]]
+        if loss_mode != "bypass_mode" or not own or unread:
+            yield (
+                f"{_CORRECTION}.bypass_mode is True, but verl makes its actor before it says so there: "
+                f"{_POLICY_LOSS}.loss_mode=bypass_mode +{_POLICY_LOSS}.rollout_correction=${{{_CORRECTION}}} makes it "
+                "reach the loss"
+            )
+    if said and not bypass and (own.get("bypass_mode") or loss_mode == "bypass_mode"):
+        place = "loss_mode is bypass_mode" if loss_mode == "bypass_mode" else "rollout_correction.bypass_mode is True"
+        yield (
+            f"{_POLICY_LOSS}.{place}, but {_CORRECTION}.bypass_mode is False, which the trainer reads: it computes "
+            f"old_log_probs, and the loss takes them for those of the rollout; {_CORRECTION}.bypass_mode=True"
+        )
+    if not bypass and loss_mode != "bypass_mode":
+        for name in ("rollout_is", "rollout_rs"):
+            if own.get(name) and own[name] != said.get(name):
+                yield (
+                    f"{_POLICY_LOSS}.rollout_correction.{name} is {own[name]}, which only loss_mode=bypass_mode reads; "
+                    f"{_CORRECTION}.{name}={own[name]} has the trainer do it"
+                )
+
+
+#: Options that the loss reads; ``bypass_mode`` is the trainer's.
+_READ_BY_LOSS = ("loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+                 "rollout_rs_threshold")  # fmt: skip
