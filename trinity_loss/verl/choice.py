@@ -26,8 +26,8 @@ def unbound(loss_fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def selecting_actor(loss_fn: Any) -> Any:
     """The actor configuration with our options that a callable is bound to or carries, None if there is none."""
-    _, values, named = unbound(loss_fn)
-    for candidate in (*values, *named.values(), getattr(loss_fn, "config", None)):
+    function, values, named = unbound(loss_fn)
+    for candidate in (*values, *named.values(), getattr(function, "config", None)):
         if isinstance(getattr(candidate, "policy_loss", None), PolicyLossOptions):
             return candidate
     return None
