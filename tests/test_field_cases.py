@@ -7,8 +7,9 @@ case says otherwise. ``value`` asks that loss, summed gradient and reported metr
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
+from types import MethodType
 
 import pytest
 import torch
@@ -27,16 +28,24 @@ from batches import (
     sequence,
     token_losses,
 )
+from omegaconf import OmegaConf
 from oracle import MODES, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.metric import AggregationType, Metric
+from verl.workers import engine_workers
+from verl.workers.utils.losses import ppo_loss
+from workers import POLICY_LOSS, TrainingWorker, started, train
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.aggregation import TokenMean, aggregation_mode_names, find_aggregation_mode
-from trinity_loss.errors import ConfigError
+from trinity_loss.errors import ConfigError, MissingFieldError
+from trinity_loss.invariance import check_invariance
+from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metrics import importance_sampling_metrics
+from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
+from trinity_loss.verl import PolicyLossConfig
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -830,3 +839,275 @@ def test_43_rollout_correction_has_verls_metrics(rule, weights):
         for key, expected in right.items():
             # verl adds 1e-8 to what it divides by, and takes fractions in float32.
             assert ours[key] == pytest.approx(expected, rel=1e-6, abs=1e-7), key
+
+
+@pytest.fixture
+def verls_worker(monkeypatch):
+    """A training worker without an engine in verl's place."""
+    monkeypatch.setattr(engine_workers.ActorRolloutRefWorker, "actor_worker_cls", TrainingWorker)
+
+
+CORRECTION, OWN = "algorithm.rollout_correction", f"+{POLICY_LOSS}.rollout_correction"
+BYPASS = (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2")
+#: Of log-ratios 0 and 1, the second of which is rejected, and counts.
+REJECTED = (sequence(2, log_probs=[-1.0, 0.0], old_log_probs=-1.0, advantages=1.0),)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    "also",
+    [
+        (),
+        (f"{POLICY_LOSS}.loss_mode=ppo",),
+        (f"{POLICY_LOSS}.loss_mode=bypass_mode",),
+        (f"{OWN}=${{{CORRECTION}}}",),
+        (f"{OWN}.rollout_rs=token_k1", f"{OWN}.rollout_rs_threshold=2"),
+    ],
+)
+def test_27_options_of_the_algorithm_reach_the_loss(also):
+    _, worker = started(*BYPASS, *also)
+    metrics = train(worker, REJECTED)
+    assert metrics["loss"] == ALIKE(-0.5)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_27_the_weights_of_reinforce_reach_the_loss():
+    """Weights 1 and e, of which 2 is the bound: the losses are 1 * 1 and 2 * 0."""
+    options = (f"{CORRECTION}.{option}" for option in ("bypass_mode=True", "rollout_is=token", "loss_type=reinforce"))
+    _, worker = started(*options)
+    assert train(worker, REJECTED)["loss"] == ALIKE(0.5)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    ("also", "says"),
+    [
+        (
+            f"{POLICY_LOSS}.loss_mode=gspo",
+            r"is 'gspo'; actor_rollout_ref\.actor\.policy_loss\.loss_mode=bypass_mode makes",
+        ),
+        (f"{OWN}.rollout_rs=token_k2", r"rollout_rs is 'token_k1', but actor.*\.rollout_rs is 'token_k2'; \+actor"),
+    ],
+)
+def test_27_what_cannot_reach_the_loss_ends_the_run_at_its_start(also, says):
+    with pytest.raises(ConfigError, match=says):
+        started(*BYPASS, also)
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_27_without_options_another_loss_keeps_its_ratio_against_the_rollout():
+    _, worker = started(f"{CORRECTION}.bypass_mode=True", f"{POLICY_LOSS}.loss_mode=gspo")
+    assert worker.loss_fn.config.loss_mode == "gspo"
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("loss_mode", ["vanilla", "bypass_mode", "sapo"])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{OWN}.rollout_is=token", {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None}),
+        (f"{OWN}=${{{CORRECTION}}}", {"rollout_is": None, "rollout_rs": None}),
+        (f"{OWN}={{rollout_rs: token_k1, rollout_rs_threshold: 3}}", {"rollout_is": None, "rollout_rs_threshold": 3}),
+        (f"{OWN}=null", {"rollout_is": "sequence"}),
+    ],
+)
+def test_28_a_plain_mapping_is_taken_as_verl_takes_it(override, expected, loss_mode):
+    _, worker = started(override, f"{POLICY_LOSS}.loss_mode={loss_mode}")
+    if loss_mode == "bypass_mode":
+        assert expected.items() <= worker.loss_fn.config.loss_args.items()
+    with pytest.raises(Exception, match="rollout_correction has rolout_is; expected some of rollout_is, "):
+        started(f"{OWN}.rolout_is=token")
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "expected"),
+    [
+        ("shadow", "no", "true or false"),
+        ("shadow", 1, "true or false"),
+        ("record_steps", 3, "a list, each entry a training step, 1 or more"),
+        ("record_steps", "[3]", "a list, each entry a training step, 1 or more"),
+        ("record_steps", ["3"], "a list, each entry a training step, 1 or more"),
+        ("record_steps", [0], "a list, each entry a training step, 1 or more"),
+        ("record_steps", [True], "a list, each entry a training step, 1 or more"),
+        ("record_dir", 3, "null or a folder"),
+        ("record_max_megabytes", "512", "a finite number above 0"),
+        ("count_empty_sequences", "off", "true or false"),
+        ("nonfinite", "ignore", "one of error, neutral"),
+        ("loss_agg_mode", 1, "null or a name"),
+        ("loss_args", "{beta: 1}", "a mapping"),
+        ("rollout_metrics", "tokens", "one of null, token, sequence, geometric"),
+        ("rollout_metrics_upper", "2", "a finite number above 0"),
+        ("dro_beta", "1", "null or a finite number"),
+        ("ppo_kl_coef", "0.1", "a finite number"),
+        ("rollout_correction", "token", "a mapping"),
+    ],
+)
+def test_34_every_field_of_policy_loss_has_a_type(field, bad, expected):
+    with pytest.raises(ConfigError, match=rf"^policy_loss\.{field} is .*; expected {expected}"):
+        PolicyLossConfig(**{field: bad})
+
+
+def test_34_every_field_of_policy_loss_is_checked():
+    """What nothing would do for any field: an object of no type that a configuration knows."""
+    for field in fields(PolicyLossConfig):
+        if field.name != "_target_":
+            with pytest.raises(ConfigError, match=field.name):
+                PolicyLossConfig(**{field.name: object()})
+
+
+def test_34_what_hydra_hands_over_is_taken():
+    made = PolicyLossConfig(record_steps=OmegaConf.create([3, 4]), record_dir="/r", loss_args=OmegaConf.create({}))
+    assert list(made.record_steps) == [3, 4]
+
+
+def recording(folder, *overrides):
+    record = (f"+{POLICY_LOSS}.record_steps=[1,3]", f"+{POLICY_LOSS}.record_dir={folder}")
+    return started(*record, *overrides)
+
+
+def recorded(folder):
+    return {str(file.parent.relative_to(folder)): file for file in folder.rglob("rank-0.pt")}
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_35_a_run_that_goes_on_writes_under_its_own_step(tmp_path):
+    outer, worker = recording(tmp_path)
+    outer.update_weights(global_steps=0)
+    train(worker, token_losses([1]))
+    outer, worker = recording(tmp_path)
+    worker.load_checkpoint("checkpoints/global_step_2/actor")
+    outer.update_weights(global_steps=2)
+    train(worker, token_losses([5]))
+    found = recorded(tmp_path)
+    assert sorted(found) == ["step-1/mini-batch-1", "step-3/mini-batch-1"]
+    advantages = [load_recording(tmp_path / name).token_fields["advantages"].item() for name in sorted(found)]
+    assert advantages == [-1, -5]
+    origins = [torch.load(found[name])["provenance"] for name in sorted(found)]
+    assert [origin["training_step"] for origin in origins] == [1, 3]
+    assert len({origin["run"] for origin in origins}) == 2
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_35_nothing_is_written_over(tmp_path):
+    for loss in (1, 5, 7):
+        train(recording(tmp_path)[1], token_losses([loss]))
+    first, *others = sorted(recorded(tmp_path))
+    assert first == "step-1/mini-batch-1"
+    assert load_recording(tmp_path / first).token_fields["advantages"].item() == -1
+    assert sorted(load_recording(tmp_path / n).token_fields["advantages"].item() for n in others) == [-7, -5]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"run": "another"}, ConfigError, "rank-1.pt in .* is of run 'another'; expected 'one'"),
+        ({"training_step": 2}, ConfigError, "rank-1.pt in .* is of training_step 2; expected 1"),
+        ({"mini_batch": 2}, ConfigError, "rank-1.pt in .* is of mini_batch 2; expected 1"),
+        ({"ranks": 3}, ConfigError, "rank-1.pt in .* is of ranks 3; expected 2"),
+        ({"rank": 0}, ConfigError, "rank-1.pt in .* is of rank 0; expected 1"),
+        ("totals", ConfigError, "rank-1.pt in .* is of dp_size 4; expected 2"),
+        ("config", ConfigError, "rank-1.pt in .* is of entropy_coeff 0.1; expected 0.0"),
+        ("missing", MissingFieldError, "lacks rank-1.pt; expected the parts of 2 ranks"),
+        ("surplus", ConfigError, "holds rank-2.pt; expected the parts of 2 ranks"),
+        ("alone", ConfigError, "is one rank's share of a mini-batch of 2 ranks"),
+    ],
+)
+def test_35_files_that_do_not_belong_together_are_refused(change, error, says, tmp_path):
+    samples = token_losses([1], [5])
+    for rank in (0, 1):
+        options = Options(totals=(("dp_size", 4),) if change == "totals" and rank else (("dp_size", 2),))
+        ((batch,),) = build(cut(samples), "nested", options)
+        recorder = Recorder(2**20)
+        recorder.add({"log_probs": batch.lay_out(make_leaves(samples)[0])}, batch.data)
+        origin = Provenance("one", 1, 1, rank, 2)
+        if rank and isinstance(change, dict):
+            origin = replace(origin, **change)
+        config = LossConfig(entropy_coeff=0.1 if change == "config" and rank else 0.0)
+        recorder.write(tmp_path, replace(origin, rank=rank), config)
+        if rank and change == {"rank": 0}:
+            recorder.write(tmp_path / "wrong", replace(origin, rank=0), config)
+            (tmp_path / "wrong" / "rank-0.pt").replace(tmp_path / "rank-1.pt")
+    if change == "missing":
+        (tmp_path / "rank-1.pt").unlink()
+    if change == "surplus":
+        (tmp_path / "rank-2.pt").write_bytes((tmp_path / "rank-0.pt").read_bytes())
+    with pytest.raises(error, match=says):
+        load_recording(tmp_path / "rank-0.pt" if change == "alone" else tmp_path)
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_36_a_step_of_several_batches_is_one_step(tmp_path):
+    """An asynchronous trainer: four batches, then the weights."""
+    outer, worker = recording(tmp_path)
+    for step in range(4):
+        outer.update_weights(global_steps=step)
+        for _ in range(4):
+            train(worker, token_losses([1]))
+    assert sorted(recorded(tmp_path)) == [f"step-{step}/mini-batch-{k}" for step in (1, 3) for k in (1, 2, 3, 4)]
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("bind", [lambda a: functools.partial(ppo_loss, a), lambda a: MethodType(ppo_loss, a)])
+def test_39_verls_loss_is_ours_however_it_is_bound(bind):
+    assert train(started(bind=bind)[1], token_losses([1, 1, 1], [5]))["loss"] == ALIKE(2)
+
+
+def of_a_trainer(model_output, data, dp_group=None, config=None):
+    return model_output["log_probs"].values().sum(), {}
+
+
+class WithoutFunc:
+    def __call__(self, **given):
+        return of_a_trainer(**given)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("later", [of_a_trainer, functools.partial(of_a_trainer, config=None), WithoutFunc()])
+def test_39_another_loss_is_named_in_the_log(later, caplog):
+    outer, worker = started()
+    outer.set_loss_fn(later)
+    assert worker.loss_fn is later
+    (said,) = (r.getMessage() for r in caplog.records if r.name.startswith("trinity_loss") and r.levelname == "WARNING")
+    assert said.startswith("trinity_loss: actor.policy_loss selects this loss, but it does not train: a trainer set")
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_39_a_loss_bound_to_our_configuration_is_named_in_the_log(caplog):
+    _, worker = started(bind=lambda actor: functools.partial(of_a_trainer, config=actor))
+    assert worker.loss_fn.func is of_a_trainer
+    assert "a trainer set test_field_cases.of_a_trainer as the loss" in caplog.text
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_47_prompt_groups_without_uid_are_recorded(tmp_path):
+    """Rows of 3 and 1 tokens of losses 1 and 5, one prompt: 8 / 4, in whatever pieces it is cut again."""
+    samples = token_losses([1, 1, 1], [5], same_prompt=True)
+    _, worker = recording(tmp_path, f"+{POLICY_LOSS}.loss_agg_mode=prompt-mean")
+    assert train(worker, samples, leave_out=("uid",))["loss"] == ALIKE(2)
+    batch = load_recording(tmp_path / "step-1" / "mini-batch-1")
+    report = check_invariance(worker.loss_fn, batch, micro_batches=(1, 2), dp_sizes=(1, 2))
+    assert report.ok, str(report)
+    assert [row.loss.value for row in report.rows] == [ALIKE(2)] * len(report.rows)
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_52_a_full_disk_ends_no_training(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    _, worker = recording(tmp_path)
+    with pytest.warns(UserWarning, match=r"training goes on without it: OSError: .*No space left.*rank-0\.pt"):
+        assert train(worker, token_losses([1, 1, 1], [5]))["loss"] == ALIKE(2)
+    assert recorded(tmp_path) == {}
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_52_an_error_of_shadow_mode_ends_no_training(monkeypatch):
+    monkeypatch.setattr(EnginePolicyLoss, "__call__", lambda *_, **__: 1 / 0)
+    _, worker = started(f"+{POLICY_LOSS}.shadow=True")
+    with pytest.warns(UserWarning, match="shadow mode failed, and training goes on without it: ZeroDivisionError"):
+        metrics = train(worker, token_losses([1, 1, 1], [5]))
+    assert metrics["loss"] == ALIKE(2)
+    assert not any(name.startswith("shadow") for name in metrics)

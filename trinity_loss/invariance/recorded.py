@@ -65,7 +65,7 @@ def _parts_at(path: Path) -> list[dict[str, Any]]:
         if not files:
             raise MissingFieldError(f"{path} holds no rank-0.pt; expected the folder of a recorded mini-batch")
         parts = {rank: _load(file) for rank, file in sorted(files.items())}
-        _check_together(path, {rank: part.get("provenance") or {} for rank, part in parts.items()})
+        _check_together(path, {rank: _origin(part) for rank, part in parts.items()})
         return list(parts.values())
     part = _load(path)
     ranks = (part.get("provenance") or {}).get("ranks", 1)
@@ -74,6 +74,13 @@ def _parts_at(path: Path) -> list[dict[str, Any]]:
             f"{path} is one rank's share of a mini-batch of {ranks} ranks; expected its folder, {path.parent}"
         )
     return [part]
+
+
+def _origin(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What all parts of a mini-batch have in common, by name, and the rank."""
+    provenance = dict(part.get("provenance") or {})
+    config = json.loads(provenance.pop("config", "{}"))
+    return dict(part.get("totals") or {}) | config | provenance
 
 
 def _check_together(folder: Path, origins: dict[int, dict[str, Any]]) -> None:
