@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Two processes share the files of tests; those that start engines stay in one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help setup train compare check-gpu soak test test-ci test-all lint format clean
+.PHONY: help setup train compare audit check-gpu soak test test-ci test-all lint format clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-ci           and every way to run the engines, in 15 to 25 minutes"
 	@echo "make test-all          all tests, in 40 to 60 minutes: those too that train every recipe, break runs and build"
 	@echo "make soak              train again and again, then for long: does it leave anything, does memory grow?"
+	@echo "make audit             audit the first step of the toy run in FSDP2 and in Megatron: ARGS='hydra overrides'"
 	@echo "make check-gpu         on a machine with GPUs: what a CPU cannot show, in ten minutes"
 	@echo "make lint | format     check | fix the style"
 	@echo "make clean             remove caches, builds and runs"
@@ -37,6 +38,9 @@ train: setup
 
 compare: setup
 	$(BIN)/python recipes/compare_with_verl.py $(ARGS)
+
+audit: setup
+	$(BIN)/python recipes/audit.py $(ARGS)
 
 test: setup
 	$(PYTEST) $(ARGS)

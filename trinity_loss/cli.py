@@ -1,8 +1,10 @@
-"""The command ``trinity-loss``: ``verify`` a loss, let the ``doctor`` look at a configuration, ``bench`` the cost."""
+"""The command ``trinity-loss``: ``verify`` a loss, let the ``doctor`` look at a configuration, ``bench`` the cost, read
+an ``audit``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -44,6 +46,18 @@ examples:
   trinity-loss bench --sequences 8,32 --fill 0.2,1        all combinations
 
 exit code: 0 the losses agree, 1 they do not, 2 the call is wrong"""
+
+
+_AUDIT = """\
+Prints the report of an audit again, and draws it. A run makes one where it is given
+  +actor_rollout_ref.actor.policy_loss.audit_steps=[1,100] +actor_rollout_ref.actor.policy_loss.audit_dir=DIR
+
+examples:
+  trinity-loss audit DIR/audit-step-1.json
+  trinity-loss audit DIR/audit-step-1.json --markdown            the text for an issue
+  trinity-loss audit DIR/audit-step-1.json --plot audit.png
+
+exit code: 0 faultless, 1 a fault was found, 2 the call is wrong"""
 
 
 _OF_VERL = ("verl", "omegaconf", "hydra", "ray")
@@ -126,6 +140,12 @@ def _parser() -> _Parser:
     add("--json", action="store_true", help="print what was measured as JSON")
     add("--plot", metavar="FILE", help="draw time against each size that varies")
     bench.set_defaults(run=_run_bench, overrides=[])
+    audit = commands.add_parser("audit", help="read an audit", description=_AUDIT, formatter_class=formatter)
+    audit.add_argument("files", metavar="FILE", nargs="+", help="audit-step-N.json")
+    audit.add_argument("--markdown", action="store_true", help="print the text for an issue")
+    audit.add_argument("--json", action="store_true", help="print what was found as JSON")
+    audit.add_argument("--plot", metavar="FILE", help="draw how far each pass is off")
+    audit.set_defaults(run=_run_audit, overrides=[])
     return parser
 
 
@@ -198,6 +218,20 @@ def _run_bench(arguments: argparse.Namespace) -> bool:
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]!r} is a Hydra override; bench reads no configuration")
     return bench(Options(**_given(Options, arguments)))
+
+
+def _run_audit(arguments: argparse.Namespace) -> bool:
+    from trinity_loss.invariance.audit_report import load_audit, plot_audits
+
+    reports = [load_audit(file) for file in arguments.files]
+    if arguments.plot is not None:
+        plot_audits(reports, arguments.plot)
+    for report in reports:
+        if arguments.json:
+            print(json.dumps(report.found, indent=2))
+        else:
+            print(report.markdown() if arguments.markdown else report)
+    return all(report.verdict == "faultless" for report in reports)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
+from trinity_loss.audit_forecast import forecast
 from trinity_loss.kept_twice import option_traps
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.tables import print_table
@@ -279,13 +280,14 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
     ]
     if as_json:
         processes = {where: asdict(process) for where, process in seen.items()}
-        plain = {"processes": processes, "traps": found, "notes": notes(last)}
+        plain = {"processes": processes, "traps": found, "notes": notes(last), "audit": forecast(config)}
         json.dump(plain, sys.stdout, indent=2)
         print()
         return not found
     print_table(["", *seen], _cells(seen))
     print(f"loss: {last.loss}")
     print("".join(f"note: {text}\n" for text in notes(last)), end="")
+    print(f"audit: {forecast(config)}")
     print("\n".join(f"trap: {text}" for text in found) or "nothing wrong found")
     return not found
 

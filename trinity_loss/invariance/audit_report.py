@@ -159,25 +159,34 @@ class AuditReport:
         path.write_text(json.dumps(self.found, indent=2) + "\n")
         path.with_suffix(".md").write_text(self.markdown())
 
-    def plot(self, path: str) -> None:
-        """Draws how far each pass is off: log-probs, the loss's gradient, the parameters' gradient.
 
-        Raises:
-            ImportError: matplotlib is not installed (extra ``tools``).
-        """
-        import matplotlib.pyplot as plt
+def plot_audits(reports: Sequence[AuditReport], path: str) -> None:
+    """Draws how far each pass of each audit is off: log-probs, the loss's gradient, the parameters' gradient.
 
-        figure, axes = plt.subplots(figsize=(7, 1.2 + 0.4 * len(self.cuts)))
-        lines = {"log_probs": "log-probs", "loss gradient": "loss's gradient", "all": "parameters' gradient"}
+    Args:
+        reports: A panel each.
+        path: Where to write the figure; the ending chooses the format.
+
+    Raises:
+        ImportError: matplotlib is not installed (extra ``tools``).
+    """
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, len(reports), figsize=(2 + 3 * len(reports), 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    lines = {"log_probs": "log-probs", "loss gradient": "loss's gradient", "all": "parameters' gradient"}
+    for report, axes in zip(reports, panels[0], strict=True):
         for marker, (name, label) in zip("sD^", lines.items(), strict=True):
-            values = [max(off(run, name), 1e-9) for run in self.cuts]
-            axes.plot(values, [run["name"] for run in self.cuts], marker, label=label)
-        axes.axvline(self.found["tolerance"], color="0.5", linestyle="--", label=f"rounding ({self.found['dtype']})")
-        axes.set(xscale="log", xlabel="relative deviation from the mini-batch as configured", title=self.verdict)
-        axes.invert_yaxis()
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        figure.savefig(path, dpi=160, bbox_inches="tight")
-        plt.close(figure)
+            values = [min(max(off(run, name), 1e-9), 1e2) for run in report.cuts]
+            axes.plot(values, [run["name"] for run in report.cuts], marker, label=label)
+        axes.axvline(report.found["tolerance"], color="0.5", linestyle="--", label="rounding")
+        axes.set(xscale="log", xlim=(5e-10, 2e2), title=report.found.get("title", report.verdict))
+    panels[0][0].invert_yaxis()
+    figure.supxlabel("relative deviation from the mini-batch as configured", fontsize="medium")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
 
 
 def load_audit(path: str | Path) -> AuditReport:

@@ -8,6 +8,7 @@ from typing import Any
 
 #: What a verdict may say, in the order of the number in ``audit/fault``.
 VERDICTS = ("faultless", "loss", "model", "engine")
+_NOTHING = 1e-3  # A metric below it is compared with it.
 _HALVES = 0.999  # Share of a gradient's numbers that a bfloat16 holds, where it was rounded to one.
 
 
@@ -128,7 +129,11 @@ def worst_metric(run: dict[str, Any], first: dict[str, Any]) -> tuple[float, str
     numbers = {
         name: v for name, v in run["metrics"].items() if name in first["metrics"] and "micro_batches" not in name
     }
-    return max(((apart(value, first["metrics"][name]), name) for name, value in numbers.items()), default=(0.0, ""))
+    # What is next to nothing, as the KL divergence from a policy to itself, is rounding.
+    floored = {name: (value, first["metrics"][name]) for name, value in numbers.items()}
+    return max(
+        ((abs(a - b) / max(abs(a), abs(b), _NOTHING), name) for name, (a, b) in floored.items()), default=(0.0, "")
+    )
 
 
 def percent(error: float) -> str:

@@ -1,0 +1,56 @@
+"""Audits planted faults in verl's real engines: prints the table of docs/results.md, and draws docs/images/audit.png.
+
+python docs/audit_table.py
+"""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS.parent / "tests" / "engines"), str(DOCS.parent / "tests")]
+
+from audit_runs import audit_all  # noqa: E402
+from test_audit import FSDP, MEGATRON  # noqa: E402
+
+from trinity_loss.invariance.audit_report import AuditReport, plot_audits  # noqa: E402
+
+#: What each run is called, and those of the figure.
+NAMES = {
+    "faultless": "FSDP2, float32",
+    "faultless, verl's loss": "FSDP2, verl's own `vanilla` (shadow mode)",
+    "faultless, bf16": "{}, bf16",
+    "faultless, two ranks": "FSDP2, two ranks",
+    "faultless, data parallel": "Megatron, data parallel, distributed optimizer",
+    "faultless, pipeline": "Megatron, pipeline parallel",
+    "faultless, tensor": "Megatron, tensor parallel",
+    "local mean": "a mean over the micro-batch's own tokens",
+    "geo_mean": "verl's `geo_mean`",
+    "padded width": "verl's `seq-mean-token-sum-norm`, no `loss_scale_factor`",
+    "no dp_size": "a forgotten `dp_size`, two ranks",
+    "dropout": "attention dropout of 0.1",
+    "leak": "attention that sees the whole packed row",
+    "bf16 reduction": "gradients reduced in bf16",
+    "bf16 reduction, two ranks": "gradients reduced in bf16, two ranks, every micro-batch",
+    "router": "Megatron, a mixture of experts with an auxiliary loss",
+    "no num_micro_batch": "Megatron without the engine's factor `num_micro_batch`",
+}
+SHOWN = {"faultless": "ours", "geo_mean": "verl's geo_mean", "leak": "leaking attention", "router": "router's loss"}
+
+
+def main() -> None:
+    shown = {}
+    print("| run | verdict | in words |\n|---|---|---|")
+    for engine, named in (("fsdp", FSDP), ("megatron", MEGATRON)):
+        results = audit_all(engine, [run for run, _, _ in named.values()])
+        for name, result in zip(named, results, strict=True):
+            report = AuditReport(result.reports[1])
+            engine_name = {"fsdp": "FSDP2", "megatron": "Megatron"}[engine]
+            print(f"| {NAMES[name].format(engine_name)} | {report.verdict} | {report.sentence} |")
+            if name in SHOWN:
+                titled = report.found | {"title": f"{SHOWN[name]}: {report.verdict}"}
+                shown[name] = AuditReport(titled)
+    plot_audits([shown[name] for name in SHOWN], str(DOCS / "images" / "audit.png"))
+
+
+if __name__ == "__main__":
+    main()

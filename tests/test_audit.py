@@ -1,0 +1,238 @@
+"""What an audit compares, what it concludes, and how it says so."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trinity_loss import cli
+from trinity_loss.errors import ConfigError
+from trinity_loss.invariance.audit_report import AuditReport, draws_random, load_audit
+from trinity_loss.invariance.audit_verdict import judge
+
+verl_policy_options = pytest.importorskip("trinity_loss.verl.policy_options")
+from trinity_loss.verl.gradients import Comparison, parameter_group  # noqa: E402
+
+
+def call(capsys, *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return ended.value.code, capsys.readouterr().out
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_comparison_is_its_definition_in_float64(group):
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(5000, generator=draw, dtype=torch.float64) for _ in range(2))
+    a[7], b[9] = 0, 1e-30
+    comparison = Comparison(["attention", "mlp", "head"])
+    comparison.add("attention", a[:3000], b[:3000])
+    # Two ranks hold the same: each counts half.
+    for _ in range(2):
+        comparison.add("mlp", a[3000:], b[3000:], weight=0.5)
+    found = comparison.over_ranks(group)
+    assert sorted(found) == ["all", "attention", "mlp"]  # Nothing is said of what nobody holds.
+    for name, x, y in (("attention", a[:3000], b[:3000]), ("mlp", a[3000:], b[3000:]), ("all", a, b)):
+        expected = {
+            "norm": x.norm(),
+            "ratio": y.norm() / x.norm(),
+            "cosine": x @ y / x.norm() / y.norm(),
+            "error": (y - x).norm() / x.norm(),
+            "mean": (y - x).abs().mean() / x.abs().mean(),
+            "largest": (y - x).abs().max() / x.abs().max(),
+            "halves": (y.bfloat16().double() == y).double().mean(),
+        }
+        for key, value in expected.items():
+            assert getattr(found[name], key) == pytest.approx(float(value), rel=1e-10), (name, key)
+
+
+def test_vectors_of_zeros_and_infinities_compare(group):
+    comparison = Comparison(["nothing", "appeared", "broken"])
+    comparison.add("nothing", torch.zeros(3), torch.zeros(3))
+    comparison.add("appeared", torch.zeros(3), torch.ones(3))
+    comparison.add("broken", torch.ones(3), torch.tensor([1.0, math.nan, 1.0]))
+    found = comparison.over_ranks(group)
+    assert "nothing" not in found
+    assert found["appeared"].error == math.inf
+    assert math.isnan(found["broken"].error)
+
+
+@pytest.mark.parametrize(
+    ("name", "group_name"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("embedding.word_embeddings.weight", "embedding"),
+        ("lm_head.weight", "head"),
+        ("output_layer.weight", "head"),
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "norms"),
+        ("base_model.model.model.layers.0.self_attn.v_proj.lora_A.default.weight", "attention"),
+        ("model.layers.0.mlp.gate_proj.weight", "mlp"),
+        ("model.layers.0.mlp.gate.weight", "router"),
+        ("model.layers.0.block_sparse_moe.gate.weight", "router"),
+        ("decoder.layers.0.mlp.router.weight", "router"),
+        ("model.layers.0.mlp.experts.3.gate_proj.weight", "experts"),
+        ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", "experts"),
+        ("something.else", "other"),
+    ],
+)
+def test_parameters_have_a_kind(name, group_name):
+    assert parameter_group(name) == group_name
+
+
+CLEAN = {"norm": 1.0, "ratio": 1.0, "cosine": 1.0, "error": 1e-7, "mean": 1e-7, "largest": 1e-7, "halves": 0.001}
+
+
+def a_pass(name: str, micro_batches: int = 2, gradient: dict | None = None, **tokens: float) -> dict:
+    values = {"log_probs": 1e-8, "loss gradient": 1e-8} | {key.replace("_", " "): v for key, v in tokens.items()}
+    values["log_probs"] = values.pop("log probs", values["log_probs"])
+    return {
+        "name": name,
+        "against": "",
+        "dynamic": True,
+        "size": 64,
+        "seconds": 0.5,
+        "micro_batches": micro_batches,
+        "loss": 0.25,
+        "metrics": {"actor/ppo_kl": 0.1},
+        "gradient": {"all": CLEAN | (gradient or {}), "mlp": CLEAN, "head": CLEAN},
+        "tokens": {key: CLEAN | {"error": value} for key, value in values.items()},
+    }
+
+
+def findings(*passes: dict, dtype: str = "float32", **other: object) -> dict:
+    found = {
+        "format": 1,
+        "step": 1,
+        "loss": "a loss",
+        "dtype": dtype,
+        "tolerance": 1e-4 if dtype == "float32" else 2e-2,
+        "ranks": 2,
+        "data_parallel": 2,
+        "device": "CPU",
+        "layout": {"strategy": "fsdp2"},
+        "versions": {"verl": "0.9.1"},
+        "runs": [a_pass("as configured"), *passes],
+        "left_out": [["single", "64 rows per rank are more than 16"]],
+        "host_bytes": 2**20,
+        "seconds": 3.0,
+        "replay": {"ok": True, "sentence": "all is well"},
+        "random": ["attention_dropout 0.1"],
+        **other,
+    }
+    found["verdict"], found["sentence"] = judge(found)
+    return found
+
+
+FAR = {"error": 0.5, "ratio": 1.5}
+WRONG = {"ok": False, "sentence": "gradient is 2 times too large"}
+SAME = a_pass("repeat", gradient={"error": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "words"),
+    [
+        (findings(SAME, a_pass("half")), "faultless", "which is rounding"),
+        (findings(a_pass("repeat", gradient={"error": 5e-5}), a_pass("half", gradient={"error": 1.2e-4})),
+         "faultless", "as far as the repeated pass, which is noise"),
+        (findings(SAME, a_pass("half", gradient=FAR, log_probs=0.2), replay=WRONG), "loss", "2 times too large"),
+        (findings(SAME, a_pass("half", gradient=FAR, loss_gradient=0.4)), "loss", "gave the same log-probs"),
+        (findings(a_pass("repeat", log_probs=0.1), a_pass("same random numbers", log_probs=0.0)),
+         "model", "dropout or another random layer is on (attention_dropout 0.1)"),
+        (findings(a_pass("repeat", log_probs=0.1), a_pass("same random numbers", log_probs=0.1)),
+         "model", "whatever is random"),
+        (findings(SAME, a_pass("single", log_probs=0.1, first_in_a_row=1e-8, behind_others=0.2)),
+         "model", "attention leaks between packed sequences"),
+        (findings(SAME, a_pass("single", log_probs=0.1, first_in_a_row=0.1, behind_others=0.2)),
+         "model", "or on rounding"),
+        (findings(SAME, a_pass("half", 4, {"error": 0.5, "ratio": 0.5})), "engine", "divides by the number"),
+        (findings(SAME, a_pass("half", 4, {"error": 1.0, "ratio": 2.0})), "engine", "multiplies by the number"),
+        (findings(SAME, a_pass("half", gradient=FAR), a_pass("half, no router loss") | {"against": "no router loss"}),
+         "engine", "that loss is averaged per micro-batch"),
+        (findings(SAME, a_pass("half", gradient={"error": 0.003, "halves": 1.0})), "engine", "in bf16"),
+        (findings(SAME, a_pass("half", gradient={"halves": 1.0})), "engine", "in bf16"),
+        (findings(SAME, a_pass("half", gradient={"halves": 1.0}), dtype="bfloat16"), "faultless", "(bfloat16)"),
+        (findings(SAME, a_pass("half", gradient={"error": 0.01}), dtype="bfloat16"), "faultless", "(bfloat16)"),
+        (findings(SAME, a_pass("half", gradient={"error": math.nan})), "engine", "not finite"),
+        (findings(SAME, a_pass("half", gradient=FAR)), "engine", "most in the"),
+    ],
+)  # fmt: skip
+def test_the_verdict(found, verdict, words):
+    assert found["verdict"] == verdict, found["sentence"]
+    assert words in found["sentence"]
+
+
+def test_a_report_is_printed_written_and_read_again(tmp_path, capsys):
+    report = AuditReport(findings(SAME, a_pass("half", 4, {"error": 0.5, "ratio": 0.5})))
+    report.write(tmp_path / "reports")
+    path = tmp_path / "reports" / "audit-step-1.json"
+    assert load_audit(path) == report
+    text = path.with_suffix(".md").read_text()
+    assert "left out: single: 64 rows" in text
+    assert "strategy=fsdp2" in text
+    assert str(tmp_path) not in text
+    assert text.count("\n| half |") == 1
+    code, out = call(capsys, "audit", str(path), "--plot", str(tmp_path / "audit.png"))
+    assert code == 1
+    assert out.startswith("audit of step 1: ENGINE: the engine")
+    assert (tmp_path / "audit.png").stat().st_size > 1000
+    assert call(capsys, "audit", str(path), "--markdown")[1] == text + "\n"
+    assert json.loads(call(capsys, "audit", str(path), "--json")[1]) == report.found
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": 2, "runs": [1]}', '{"format": 1, "runs": []}'])
+def test_what_is_no_report_is_refused(content, tmp_path, capsys):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="is no report of an audit"):
+        load_audit(path)
+    assert call(capsys, "audit", str(path))[0] == 2
+    assert call(capsys, "audit", str(tmp_path / "missing.json"))[0] == 2
+
+
+def test_metrics_are_numbers_that_no_name_reduces_wrongly():
+    metrics = AuditReport(findings(SAME, a_pass("half", gradient=FAR))).metrics()
+    assert metrics["audit/fault"] == 3
+    assert metrics["audit/gradient_off"] == 0.5
+    assert metrics["audit/updates"] == 6
+    assert not any("min" in name or "max" in name for name in metrics)  # verl reduces by these words.
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_dropout_is_found_where_it_hides():
+    class Attention(torch.nn.Module):
+        attention_dropout = 0.25
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = type("Config", (), {"hidden_dropout": 0.5, "attention_dropout": 0.0})()
+            self.parts = torch.nn.ModuleList([Attention(), torch.nn.Dropout(0.1), torch.nn.Dropout(0.0)])
+
+    assert sorted(draws_random([Block()])) == ["Dropout(0.1)", "attention_dropout 0.25", "hidden_dropout 0.5"]
+    assert draws_random([torch.nn.Linear(2, 2)]) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("audit_steps", [0], "a training step, 1 or more"),
+        ("audit_steps", "1,2", "expected a list"),
+        ("audit_steps", [1], "audit_dir is not set"),
+        ("audit_cuts", ["halve"], "one of repeat, half, twice, reverse, single"),
+        ("audit_cuts", "half", "expected a list"),
+        ("audit_dir", 3, "a folder"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(field, value, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        verl_policy_options.PolicyLossOptions(**{field: value})
+    assert f"policy_loss.{field}" in str(error.value)
