@@ -103,6 +103,7 @@ def test_overrides_compose_and_make_an_actor(document):
     from trinity_loss.verl.composed import actor_config, compose
 
     for override in dict.fromkeys(overrides(document)):
-        needed = ["actor_rollout_ref.actor.loss_scale_factor=8", "+actor_rollout_ref.actor.policy_loss.record_dir=/tmp"]
+        needed = ["actor_rollout_ref.actor.loss_scale_factor=8"]
+        needed += [f"+actor_rollout_ref.actor.policy_loss.{name}_dir=/tmp" for name in ("record", "audit")]
         needed = [word for word in needed if word.split("=")[0].lstrip("+") not in override]
         actor_config(compose(None, "ppo_trainer", [*dict.fromkeys([TARGET, *needed, override])]))
