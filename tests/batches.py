@@ -1,34 +1,27 @@
-"""Mini-batches for the tests: made, cut as an engine would cut them, laid out, and run.
+"""Mini-batches for the tests: made, cut as an engine would cut them, and run.
 
 ``make_sequences`` draws ragged sequences with holes in their masks and one that is masked throughout. ``cut``
-deals them to ranks and micro-batches. ``run`` plays the engine: each micro-batch goes through the loss in one
-of three layouts, losses are summed over micro-batches and averaged over ranks, one backward follows, and the
+deals them to ranks and micro-batches, which ``forms`` builds. ``run`` plays the engine: each micro-batch goes
+through the loss, losses are summed over micro-batches and averaged over ranks, one backward follows, and the
 metrics go through verl's own reduction. The leaves are one flat parameter for the log-probs and one for the
 entropy, an entry per (sequence, position of prompt + response), so gradients compare across cuts and layouts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, cycle, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from forms import FIELDS, POISON, Form, MicroBatch, flat_gradient, hand_over, make_leaves, totals_of
 from oracle import Result, Sample
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric, reduce_metrics
-from verl.utils.model import compute_position_id_with_mask
 from verl.utils.py_functional import append_to_dict
 from verl.utils.seqlen_balancing import rearrange_micro_batches
-from verl.workers.utils.padding import left_right_2_no_padding
-
-LAYOUTS = ("nested", "padded", "packed")
-FIELDS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
-POISON = (float("nan"), float("inf"), float("-inf"))
-
 
 # ----------------------------------------------------------------------------------------------------
 # Sequences
@@ -127,12 +120,16 @@ def token_losses(*losses: Sequence[float] | None, same_prompt: bool = False) -> 
 # Cuts
 
 
+#: ``ranks[r][k]`` lists the sequences of micro-batch k on rank r.
+Ranks = tuple[tuple[tuple[int, ...], ...], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """``ranks[r][k]`` lists the sequences of micro-batch k on rank r."""
+    """A mini-batch and who gets which of its sequences."""
 
     samples: tuple[Sample, ...]
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    ranks: Ranks
 
     def __str__(self) -> str:
         return " | ".join(" ".join("+".join(map(str, m)) for m in rank) for rank in self.ranks)
@@ -193,43 +190,7 @@ def given_cut(samples: Sequence[Sample], *ranks: Sequence[Sequence[int]]) -> Cut
 
 
 # ----------------------------------------------------------------------------------------------------
-# Layouts
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """``data`` as the engine hands it over, and where its tokens lie in the flat leaves (-1 is padding)."""
-
-    data: TensorDict
-    index: Tensor
-    offsets: Tensor | None
-
-    def lay_out(self, leaves: Tensor, padding: float = 0.0) -> Tensor:
-        if self.offsets is not None:
-            return torch.nested.nested_tensor_from_jagged(leaves[self.index], offsets=self.offsets)
-        return torch.cat([leaves, leaves.new_full((1,), padding)])[self.index]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How micro-batches are built.
-
-    ``totals`` overrides what the engine gives; None leaves an entry out. ``per_row`` is how many sequences
-    the packed rows hold, in turn; ``padding_rows`` are rows of nothing, which only the packed layout has.
-    ``prompts`` and ``counts`` add what the package's training worker counts once per mini-batch, prompt groups
-    without a token only where ``count_empty_prompts``.
-    """
-
-    dtype: torch.dtype = torch.float64
-    width: int | None = None
-    poison: bool = False
-    per_row: tuple[int, ...] = (3, 1, 2)
-    padding_rows: int = 0
-    leave_out: tuple[str, ...] = ()
-    prompts: bool = False
-    count_empty_prompts: bool = True
-    counts: bool = False
-    totals: tuple[tuple[str, Any], ...] = field(default=())
+# Micro-batches
 
 
 def poisoned(samples: Sequence[Sample]) -> tuple[Sample, ...]:
@@ -247,182 +208,13 @@ def poisoned(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     )
 
 
-def positions(samples: Sequence[Sample]) -> list[int]:
-    """Where each sequence starts in the flat leaves, and their length."""
-    starts = [0]
-    for s in samples:
-        starts.append(starts[-1] + s.prompt_length + s.length)
-    return starts
-
-
-def _response_index(samples: Sequence[Sample], i: int) -> range:
-    """Where sequence i's response lies in the leaves: one to the left, since a position predicts the next."""
-    start = positions(samples)[i] + samples[i].prompt_length - 1
-    return range(start, start + samples[i].length)
-
-
-def make_leaves(samples: Sequence[Sample], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy as parameters. Positions that predict no response token hold a large number."""
-    total = positions(samples)[-1]
-    leaves = []
-    for name in ("log_probs", "entropy"):
-        values = torch.full((total,), 77.0, dtype=dtype)
-        for i, s in enumerate(samples):
-            values[list(_response_index(samples, i))] = torch.tensor(getattr(s, name), dtype=dtype)
-        leaves.append(values.requires_grad_())
-    return leaves[0], leaves[1]
-
-
-def flat_gradient(samples: Sequence[Sample], gradient: list[list[float]]) -> Tensor:
-    """The oracle's gradient where ``make_leaves`` has its parameters."""
-    out = torch.zeros(positions(samples)[-1], dtype=torch.float64)
-    for i, row in enumerate(gradient):
-        out[list(_response_index(samples, i))] = torch.tensor(row, dtype=torch.float64)
-    return out
-
-
-def _totals(samples: Sequence[Sample], ranks: int, options: Options) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "batch_num_tokens": sum(s.tokens for s in samples),
-        "dp_size": ranks,
-        "global_batch_size": len(samples),
-    }
-    if options.prompts:
-        counted = samples if options.count_empty_prompts else [s for s in samples if s.tokens]
-        given["batch_num_prompts"] = len({s.uid for s in counted})
-    if options.counts:
-        given["batch_num_valid_tokens"] = given["batch_num_tokens"]
-        given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
-        given["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
-    return {k: v for k, v in (given | dict(options.totals)).items() if v is not None}
-
-
-def _prompt_tokens(samples: Sequence[Sample]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for s in samples:
-        counts[s.uid] = counts.get(s.uid, 0) + s.tokens
-    return counts
-
-
-def _fields(options: Options) -> list[str]:
-    return [name for name in FIELDS if name not in options.leave_out]
-
-
-def _jagged(rows: list[Tensor]) -> Tensor:
-    """A jagged tensor with offsets of its own, as fields that were built apart have, and verl's longest row."""
-    lengths = [row.numel() for row in rows]
-    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
-    return torch.nested.nested_tensor_from_jagged(
-        torch.cat(rows), offsets=offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
-    )
-
-
-def _full_index(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    starts = positions(samples)
-    index = list(chain.from_iterable(range(starts[i], starts[i + 1]) for i in rows))
-    lengths = [starts[i + 1] - starts[i] for i in rows]
-    return torch.tensor(index), torch.tensor([0, *np.cumsum(lengths).tolist()])
-
-
-def nested(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> MicroBatch:
-    """verl's v1 trainer: every field jagged."""
-    picked = [samples[i] for i in rows]
-    data = {
-        "input_ids": _jagged([torch.ones(s.prompt_length + s.length, dtype=torch.long) for s in picked]),
-        "prompts": _jagged([torch.ones(s.prompt_length, dtype=torch.long) for s in picked]),
-        "responses": _jagged([torch.ones(s.length, dtype=torch.long) for s in picked]),
-        "response_mask": _jagged([torch.tensor(s.mask) for s in picked]),
-    }
-    for name in _fields(options):
-        data[name] = _jagged([torch.tensor(getattr(s, name), dtype=options.dtype) for s in picked])
-    index, offsets = _full_index(samples, rows)
-    return MicroBatch(TensorDict(data, batch_size=[len(rows)]), index, offsets)
-
-
-def padded(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> MicroBatch:
-    """verl's v0 trainer: prompts padded on the left, responses on the right, then verl's own conversion."""
-    picked = [samples[i] for i in rows]
-    left = max(s.prompt_length for s in samples) + 1
-    width = options.width or max(s.length for s in samples) + 1
-    attention = torch.zeros(len(picked), left + width, dtype=torch.long)
-    mask = torch.zeros(len(picked), width, dtype=torch.long)
-    filler = POISON[0] if options.poison else 0.0
-    values = {name: torch.full((len(picked), width), filler, dtype=options.dtype) for name in _fields(options)}
-    for row, s in enumerate(picked):
-        attention[row, left - s.prompt_length : left + s.length] = 1
-        mask[row, : s.length] = torch.tensor(s.mask)
-        for name in values:
-            values[name][row, : s.length] = torch.tensor(getattr(s, name), dtype=options.dtype)
-    data = TensorDict(
-        {
-            "input_ids": attention.clone(),
-            "prompts": attention[:, :left].clone(),
-            "responses": attention[:, left:].clone(),
-            "attention_mask": attention,
-            "position_ids": compute_position_id_with_mask(attention),
-            "response_mask": mask,
-            **values,
-        },
-        batch_size=[len(picked)],
-    )
-    index, offsets = _full_index(samples, rows)
-    return MicroBatch(left_right_2_no_padding(data), index, offsets)
-
-
-def packed(samples: Sequence[Sample], rows: Sequence[int], options: Options) -> MicroBatch:
-    """Several sequences in a row, named by segment ids from 1; every row ends in padding, segment id 0."""
-    packs: list[list[int]] = []
-    queue, sizes = list(rows), cycle(options.per_row)
-    while queue:
-        size = next(sizes)
-        packs.append(queue[:size])
-        queue = queue[size:]
-    width = options.width or max(sum(samples[i].length for i in pack) for pack in packs) + 2
-    packs.extend([] for _ in range(options.padding_rows))
-    shape = (len(packs), width)
-    filler = POISON[0] if options.poison else 0.0
-    segments, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    index = torch.full(shape, -1, dtype=torch.long)
-    values = {name: torch.full(shape, filler, dtype=options.dtype) for name in _fields(options)}
-    group_tokens, counts = torch.zeros(shape, dtype=torch.long), _prompt_tokens(samples)
-    groups, names = torch.zeros(shape, dtype=torch.long), sorted(counts)
-    for row, pack in enumerate(packs):
-        column = 0
-        for segment, i in enumerate(pack, start=1):
-            s = samples[i]
-            here = slice(column, column + s.length)
-            segments[row, here] = segment
-            mask[row, here] = torch.tensor(s.mask)
-            index[row, here] = torch.tensor(list(_response_index(samples, i)))
-            group_tokens[row, here] = counts[s.uid]
-            groups[row, here] = names.index(s.uid) + 1
-            for name in values:
-                values[name][row, here] = torch.tensor(getattr(s, name), dtype=options.dtype)
-            column += s.length
-    data = {"segment_ids": segments, "response_mask": mask, "prompt_ids": groups, **values}
-    if options.prompts:
-        data["prompt_num_tokens"] = group_tokens
-    return MicroBatch(TensorDict(data, batch_size=[len(packs)]), index, None)
-
-
-@lru_cache(maxsize=1024)
-def build(parts: Cut, layout: str, options: Options = Options()) -> tuple[tuple[MicroBatch, ...], ...]:
+def build(parts: Cut, form: Form) -> tuple[tuple[MicroBatch, ...], ...]:
     """Every micro-batch of the cut, with the mini-batch's totals on it."""
-    make = {"nested": nested, "padded": padded, "packed": packed}[layout]
-    totals = _totals(parts.samples, len(parts.ranks), options)
-    counts = _prompt_tokens(parts.samples)
-    ranks = []
-    for rank in parts.ranks:
-        ranks.append([])
-        for rows in rank:
-            batch = make(parts.samples, rows, options)
-            if layout != "packed":
-                tu.assign_non_tensor_stack(batch.data, "uid", [parts.samples[i].uid for i in rows])
-                if options.prompts:
-                    batch.data["prompt_num_tokens"] = torch.tensor([counts[parts.samples[i].uid] for i in rows])
-            tu.assign_non_tensor(batch.data, **totals)
-            ranks[-1].append(batch)
-    return tuple(tuple(rank) for rank in ranks)
+    totals = totals_of(parts.samples, len(parts.ranks), form)
+    return tuple(tuple(hand_over(parts.samples, rows, form, totals) for rows in rank) for rank in parts.ranks)
+
+
+_build_once = lru_cache(maxsize=1024)(build)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -473,42 +265,46 @@ def reduce_like_verl(emitted: list[list[dict[str, Any]]]) -> dict[str, float]:
 def forward(
     loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]],
     parts: Cut,
-    layout: str,
+    form: Form,
     log_probs: Tensor,
     entropy: Tensor | None,
-    options: Options = Options(),
 ) -> Forward:
     """Every micro-batch through the loss."""
     losses, emitted = [], []
-    padding = POISON[0] if options.poison else 0.0
-    for rank in build(parts, layout, options):
+    # Bare ones are of generated mini-batches, none of which comes twice.
+    for rank in build(parts, form) if form.bare else _build_once(parts, form):
         losses.append([])
         emitted.append([])
         for batch in rank:
-            output = {"log_probs": batch.lay_out(log_probs, padding)}
+            output = {"log_probs": batch.lay_out(log_probs)}
             if entropy is not None:
-                output["entropy"] = batch.lay_out(entropy, padding)
-            data = batch.data.clone(recurse=False)
+                output["entropy"] = batch.lay_out(entropy)
+            data = batch.data.copy()
             loss, metrics = loss_fn(model_output=output, data=data, dp_group=None)
             assert loss.ndim == 0
             assert loss.requires_grad, "every rank must be able to run backward on every micro-batch"
             losses[-1].append(loss)
             emitted[-1].append(metrics)
+    keys = {tuple(metrics) for rank in emitted for metrics in rank}
+    assert len(keys) == 1, "every micro-batch must emit every metric"
     return Forward(losses, reduce_like_verl(emitted), emitted)
 
 
 def run(
     loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]],
     parts: Cut,
-    layout: str,
+    layout: str | Form,
     *,
     with_entropy: bool = True,
     **options: Any,
 ) -> Run:
-    """Play the engine for one mini-batch and return what the step would see."""
-    chosen = Options(**options)
-    log_probs, entropy = make_leaves(parts.samples, chosen.dtype)
-    result = forward(loss_fn, parts, layout, log_probs, entropy if with_entropy else None, chosen)
+    """Play the engine for one mini-batch and return what the step would see.
+
+    ``options`` are attributes of ``Form``; they hold for a layout, or in the place of those of a form.
+    """
+    form = Form(layout, **options) if isinstance(layout, str) else replace(layout, **options)
+    log_probs, entropy = make_leaves(parts.samples, form.dtype, POISON[0] if form.poison else 77.0)
+    result = forward(loss_fn, parts, form, log_probs, entropy if with_entropy else None)
     total = result.total
     total.backward()
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (log_probs, entropy)]

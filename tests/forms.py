@@ -1,9 +1,10 @@
-"""A mini-batch in every form in which an engine could hand it over, and what comes back.
+"""The one builder of the tests: sequences to a micro-batch, in every form in which an engine could hand it over.
 
-``batches`` builds micro-batches as verl does. Here the same sequences arrive in other clothes: number types
-that differ between fields, masks of any type, tensors that are views of larger ones, one advantage per row,
-totals as tensors, segment ids that are neither dense nor in order, plain dictionaries. What is built is as
-little as the loss reads, so that thousands of mini-batches are a matter of a minute.
+By default as verl does: a TensorDict with every field that its engine has, the padded layout through verl's own
+conversion. And in other clothes: number types that differ between fields, masks of any type, tensors that are
+views of larger ones, one advantage per row, totals as tensors, segment ids that are neither dense nor in order,
+plain dictionaries. ``bare`` builds as little as the loss reads, so that thousands of mini-batches are a matter of
+a minute.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,72 +14,122 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import POISON, Run, reduce_like_verl
 from oracle import Sample
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.model import compute_position_id_with_mask
+from verl.workers.utils.padding import left_right_2_no_padding
 
-from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
-from trinity_loss.metric_set import finish_metrics
-
-LAYOUTS = ("nested", "padded", "dense", "packed")
-#: Every cut: ``ranks[r][k]`` lists the sequences of micro-batch k on rank r.
-Ranks = tuple[tuple[tuple[int, ...], ...], ...]
+#: Those of verl's trainers, and packed rows.
+LAYOUTS = ("nested", "padded", "packed")
+FIELDS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
+POISON = (float("nan"), float("inf"), float("-inf"))
+#: For ``Form.totals``: a micro-batch without the engine's counts.
+NO_TOTALS = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How micro-batches are handed over.
+    """What a micro-batch holds, and how it is handed over.
 
     Attributes:
-        layout: One of :data:`LAYOUTS`; ``dense`` is a row per sequence with log-probs aligned to it.
+        layout: One of :data:`LAYOUTS`, or ``dense``: a row per sequence with log-probs aligned to it.
         dtype: Type of log-probs and entropies.
-        field_dtype: Type of every other field.
+        field_dtype: Type of every other field; None is the same.
         mask_dtype: Type of ``response_mask``.
         memory: ``contiguous``, ``strided`` or ``narrowed``: views of something larger.
         flat: Log-probs and entropy over prompt + response are flat values, not a jagged tensor.
         column: The advantages come as [rows, 1].
         poison: NaN and infinities stand wherever nothing counts, and where the model predicts a prompt.
+        width: Columns; None is as many as the longest row needs, and ``spare``.
         spare: Columns of padding beyond the longest row.
         per_row: Sequences in each packed row, in turn.
+        padding_rows: Packed rows of nothing.
         ids: Packed rows: factor of the segment ids, which are then shuffled within the row.
         container: ``dict`` or ``TensorDict``.
-        totals: Type of the totals: ``int``, ``float``, ``tensor``, ``numpy`` or ``NonTensorData``.
+        number: Type of the totals: ``int``, ``float``, ``tensor``, ``numpy`` or ``NonTensorData``.
+        bare: Only what our loss reads.
+        leave_out: Fields that are not there.
+        prompts: What the training worker counts of prompt groups is there.
+        count_empty_prompts: Groups without a token are counted too.
+        counts: What the training worker counts of tokens and sequences is there.
+        totals: Counts that take the place of the engine's; None leaves one out.
     """
 
     layout: str = "nested"
     dtype: torch.dtype = torch.float64
-    field_dtype: torch.dtype = torch.float64
+    field_dtype: torch.dtype | None = None
     mask_dtype: torch.dtype = torch.int64
     memory: str = "contiguous"
     flat: bool = False
     column: bool = False
     poison: bool = False
+    width: int | None = None
     spare: int = 1
-    per_row: tuple[int, ...] = (2, 1)
+    per_row: tuple[int, ...] = (3, 1, 2)
+    padding_rows: int = 0
     ids: int = 1
-    container: str = "dict"
-    totals: str = "int"
+    container: str = "TensorDict"
+    number: str = "int"
+    bare: bool = False
+    leave_out: tuple[str, ...] = ()
+    prompts: bool = False
+    count_empty_prompts: bool = True
+    counts: bool = False
+    totals: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def fields(self) -> list[str]:
+        return [name for name in FIELDS if name not in self.leave_out]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """A micro-batch, and how the model's values at all positions become its output."""
+
+    data: Any
+    lay_out: Callable[[Tensor], Tensor]
 
 
 # ----------------------------------------------------------------------------------------------------
-# Where everything lies
+# Where everything lies: one flat leaf, an entry per (sequence, position of prompt + response)
 
 
-def _starts(samples: Sequence[Sample]) -> list[int]:
+def positions(samples: Sequence[Sample]) -> list[int]:
+    """Where each sequence starts in the flat leaves, and their length."""
     return [0, *np.cumsum([s.prompt_length + s.length for s in samples]).tolist()]
 
 
-def _full(samples: Sequence[Sample], name: str, dtype: torch.dtype, filler: float) -> Tensor:
-    """A value per (sequence, position of prompt + response); a response token stands one place to the left."""
-    values = chain.from_iterable([*[filler] * (s.prompt_length - 1), *getattr(s, name), filler] for s in samples)
-    return torch.tensor(list(values), dtype=torch.float64).to(dtype).requires_grad_()
-
-
 def _response(samples: Sequence[Sample], starts: Sequence[int], i: int) -> range:
+    """Where sequence i's response lies in the leaves: one to the left, since a position predicts the next."""
     start = starts[i] + samples[i].prompt_length - 1
     return range(start, start + samples[i].length)
+
+
+def make_leaves(
+    samples: Sequence[Sample], dtype: torch.dtype = torch.float64, filler: float = 77.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy as parameters. Positions that predict no response token hold ``filler``."""
+
+    def leaf(name: str) -> Tensor:
+        values = chain.from_iterable([*[filler] * (s.prompt_length - 1), *getattr(s, name), filler] for s in samples)
+        return torch.tensor(list(values), dtype=torch.float64).to(dtype).requires_grad_()
+
+    return leaf("log_probs"), leaf("entropy")
+
+
+def flat_gradient(samples: Sequence[Sample], gradient: list[list[float]]) -> Tensor:
+    """The oracle's gradient where ``make_leaves`` has its parameters."""
+    starts = positions(samples)
+    out = torch.zeros(starts[-1], dtype=torch.float64)
+    for i, row in enumerate(gradient):
+        out[list(_response(samples, starts, i))] = torch.tensor(row, dtype=torch.float64)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors
 
 
 def _view(tensor: Tensor, memory: str) -> Tensor:
@@ -90,13 +141,13 @@ def _view(tensor: Tensor, memory: str) -> Tensor:
     return tensor
 
 
-def jagged(values: Tensor, lengths: Sequence[int], memory: str) -> Tensor:
-    """A jagged tensor of flat values; narrowed, its values have gaps."""
+def jagged(values: Tensor, lengths: Sequence[int], memory: str = "contiguous") -> Tensor:
+    """A jagged tensor of flat values with offsets of its own; narrowed, its values have gaps."""
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
     if memory != "narrowed":
-        longest, shortest = max(lengths), min(lengths)
+        # The longest row is noted, as verl's own are: else verl pads to the sum of all.
         return torch.nested.nested_tensor_from_jagged(
-            _view(values, memory), offsets=offsets, min_seqlen=shortest, max_seqlen=longest
+            _view(values, memory), offsets=offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
         )
     width = max(lengths) + 3
     column = torch.arange(width)
@@ -108,44 +159,62 @@ def jagged(values: Tensor, lengths: Sequence[int], memory: str) -> Tensor:
     return torch.nested.narrow(buffer, 1, starts, torch.tensor(lengths), layout=torch.jagged)
 
 
-def _rectangle(rows: Sequence[Sequence[Any]], width: int, filler: Any, form: Form, dtype: torch.dtype) -> Tensor:
+def _rectangle(rows: Sequence[Sequence[Any]], width: int, filler: Any, memory: str, dtype: torch.dtype) -> Tensor:
     padded = [[*row, *[filler] * (width - len(row))] for row in rows]
     kind = torch.float64 if dtype.is_floating_point else dtype
-    return _view(torch.tensor(padded, dtype=kind).reshape(len(rows), width).to(dtype), form.memory)
+    return _view(torch.tensor(padded, dtype=kind).reshape(len(rows), width).to(dtype), memory)
 
 
-@dataclass(frozen=True)
-class Handed:
-    """A micro-batch, and how the model's values at all positions become its output."""
-
-    data: Any
-    lay_out: Callable[[Tensor], Tensor]
+# ----------------------------------------------------------------------------------------------------
+# Micro-batches
 
 
-def hand_over(
-    samples: Sequence[Sample], rows: Sequence[int], form: Form, names: Sequence[str], totals: dict[str, Any]
-) -> Handed:
-    """One micro-batch with the fields of those names.
+def totals_of(samples: Sequence[Sample], ranks: int, form: Form) -> dict[str, Any]:
+    """What engine, trainer and, as far as the form says so, training worker count of the mini-batch."""
+    given: dict[str, Any] = {
+        "batch_num_tokens": sum(s.tokens for s in samples),
+        "dp_size": ranks,
+        "global_batch_size": len(samples),
+    }
+    if form.prompts:
+        counted = samples if form.count_empty_prompts else [s for s in samples if s.tokens]
+        given["batch_num_prompts"] = len({s.uid for s in counted})
+    if form.counts:
+        given["batch_num_valid_tokens"] = given["batch_num_tokens"]
+        given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
+        given["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
+    return {k: v for k, v in (given | dict(form.totals)).items() if v is not None}
 
-    Args:
-        samples: The whole mini-batch.
-        rows: Those that this micro-batch holds.
-        form: How.
-        names: Fields, as attributes of the sequences are named.
-        totals: Counts of the mini-batch; ``prompt_num_tokens`` maps a uid to a count.
-    """
-    picked = [samples[i] for i in rows]
+
+def prompt_tokens(samples: Sequence[Sample]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for s in samples:
+        counts[s.uid] = counts.get(s.uid, 0) + s.tokens
+    return counts
+
+
+def hand_over(samples: Sequence[Sample], rows: Sequence[int], form: Form, totals: dict[str, Any]) -> MicroBatch:
+    """The micro-batch of ``rows``, those of ``samples`` that it holds, with the mini-batch's totals on it."""
     filler = POISON[len(rows) % 3] if form.poison else 0.0
-    per_prompt = totals.get("prompt_num_tokens")
-    if form.layout == "packed":
-        return _packed(samples, rows, form, names, totals, filler)
-    data: dict[str, Any] = {"uid": np.array([s.uid for s in picked], dtype=object)}
-    if per_prompt is not None:
-        data["prompt_num_tokens"] = torch.tensor([per_prompt[s.uid] for s in picked])
-    lengths = [s.length for s in picked]
-    width = max(lengths) + form.spare
-    for name in ("mask", *names):
-        key, dtype = (name, form.field_dtype) if name != "mask" else ("response_mask", form.mask_dtype)
+    make = _packed if form.layout == "packed" else _row_by_row
+    data, lay_out = make(samples, rows, form, filler)
+    return MicroBatch(_wrapped(data, form, totals), lay_out)
+
+
+def _row_by_row(
+    samples: Sequence[Sample], rows: Sequence[int], form: Form, filler: float
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    picked = [samples[i] for i in rows]
+    # verl's trainer pads all micro-batches alike.
+    alike = picked if form.bare else samples
+    width = form.width or max(s.length for s in alike) + form.spare
+    lengths, prompts = [s.length for s in picked], [s.prompt_length for s in picked]
+    data: dict[str, Any] = {"uid": [s.uid for s in picked]}
+    if form.prompts:
+        data["prompt_num_tokens"] = torch.tensor([prompt_tokens(samples)[s.uid] for s in picked])
+    for name in ("mask", *form.fields):
+        dtype = form.mask_dtype if name == "mask" else form.field_dtype or form.dtype
+        key, padding = ("response_mask", 0) if name == "mask" else (name, filler)
         values = [getattr(s, name) for s in picked]
         if name == "advantages" and form.column:
             column = [next(iter(s.valid(s.advantages)), filler) for s in picked]
@@ -154,183 +223,102 @@ def hand_over(
             flat = torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64).to(dtype)
             data[key] = jagged(flat, lengths, form.memory)
         else:
-            data[key] = _rectangle(values, width, 0 if name == "mask" else filler, form, dtype)
-    starts = _starts(samples)
+            data[key] = _rectangle(values, width, padding, form.memory, dtype)
+    starts = positions(samples)
     if form.layout == "dense":
-        index = _rectangle([_response(samples, starts, i) for i in rows], width, -1, Form(), torch.int64)
-        return Handed(_wrapped(data, len(rows), totals, form), _gatherer(index, filler, form))
-    prompts = [s.prompt_length for s in picked]
+        index = _rectangle([_response(samples, starts, i) for i in rows], width, -1, "contiguous", torch.int64)
+        return data, _gatherer(index, filler, form)
+    sizes = [s.prompt_length + s.length for s in picked]
     if form.layout == "nested":
         data["prompts"] = jagged(torch.ones(sum(prompts), dtype=torch.long), prompts, form.memory)
+        if not form.bare:
+            data["responses"] = jagged(torch.ones(sum(lengths), dtype=torch.long), lengths)
+            data["input_ids"] = jagged(torch.ones(sum(sizes), dtype=torch.long), sizes)
     else:
-        left = max(prompts)
-        data["prompts"] = torch.ones(len(rows), left, dtype=torch.long)
-        attention = [[0] * (left - s.prompt_length) + [1] * (s.prompt_length + s.length) for s in picked]
-        data["attention_mask"] = _rectangle(attention, left + width, 0, form, torch.int64)
-    index = torch.tensor([p for i in rows for p in range(starts[i], starts[i + 1])])
-    sizes = [s.prompt_length + s.length for s in picked]
+        left = max(s.prompt_length for s in alike) + form.spare
+        attention = _rectangle(
+            [[0] * (left - s.prompt_length) + [1] * (s.prompt_length + s.length) for s in picked],
+            left + width,
+            0,
+            form.memory,
+            torch.int64,
+        )
+        data |= {"prompts": attention[:, :left].clone(), "attention_mask": attention}
+        if not form.bare:
+            data |= {"responses": attention[:, left:].clone(), "input_ids": attention.clone()}
+            data["position_ids"] = compute_position_id_with_mask(attention)
+    places = torch.tensor([p for i in rows for p in range(starts[i], starts[i + 1])])
+    offsets = torch.tensor([0, *np.cumsum(sizes).tolist()])
 
     def lay_out(leaf: Tensor) -> Tensor:
-        return _view(leaf[index], form.memory) if form.flat else jagged(leaf[index], sizes, form.memory)
+        if form.flat:
+            return _view(leaf[places], form.memory)
+        if form.bare:
+            return jagged(leaf[places], sizes, form.memory)
+        return torch.nested.nested_tensor_from_jagged(leaf[places], offsets=offsets)  # As verl's engine does.
 
-    return Handed(_wrapped(data, len(rows), totals, form), lay_out)
-
-
-def _gatherer(index: Tensor, filler: float, form: Form) -> Callable[[Tensor], Tensor]:
-    return lambda leaf: _view(torch.cat([leaf, leaf.new_full((1,), filler)])[index], form.memory)
+    return data, lay_out
 
 
 def _packed(
-    samples: Sequence[Sample],
-    rows: Sequence[int],
-    form: Form,
-    names: Sequence[str],
-    totals: dict[str, Any],
-    filler: float,
-) -> Handed:
+    samples: Sequence[Sample], rows: Sequence[int], form: Form, filler: float
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    """Several sequences in a row, named by segment ids; padding is segment 0."""
     packs: list[list[int]] = []
     queue, sizes = list(rows), cycle(form.per_row)
     while queue:
         size = next(sizes)
         packs.append(queue[:size])
         queue = queue[size:]
-    starts, uids = _starts(samples), sorted({s.uid for s in samples})
-    width = max(sum(samples[i].length for i in pack) for pack in packs) + form.spare
+    width = form.width or max(sum(samples[i].length for i in pack) for pack in packs) + form.spare
+    packs.extend([] for _ in range(form.padding_rows))
+    starts, uids, counts = positions(samples), sorted({s.uid for s in samples}), prompt_tokens(samples)
     # Tokens of one row in an order of their own: only the ids say which belong together.
     order = np.random.default_rng(len(rows)).permutation(width) if form.ids != 1 else np.arange(width)
 
-    def spread(of: Callable[[int, int], Sequence[Any]], padding: Any, dtype: torch.dtype, form: Form = form) -> Tensor:
+    def spread(of: Callable[[int, int], Sequence[Any]], padding: Any, dtype: torch.dtype, memory: str) -> Tensor:
         lines = [[x for k, i in enumerate(pack) for x in of(k, i)] for pack in packs]
         lines = [[*line, *[padding] * (width - len(line))] for line in lines]
-        return _rectangle([[line[j] for j in order] for line in lines], width, padding, form, dtype)
+        return _rectangle([[line[j] for j in order] for line in lines], width, padding, memory, dtype)
+
+    def numbers(of: Callable[[int], int], padding: int) -> Tensor:
+        return spread(lambda _, i: [of(i)] * samples[i].length, padding, torch.int64, form.memory)
 
     data: dict[str, Any] = {
-        "segment_ids": spread(lambda k, i: [form.ids * (k + 1)] * samples[i].length, 0, torch.int64),
+        "segment_ids": spread(lambda k, i: [form.ids * (k + 1)] * samples[i].length, 0, torch.int64, form.memory),
         # Ids at padding are anybody's.
-        "prompt_ids": spread(lambda k, i: [uids.index(samples[i].uid) - 2] * samples[i].length, 9, torch.int64),
-        "response_mask": spread(lambda k, i: samples[i].mask, int(form.poison), form.mask_dtype),
+        "prompt_ids": numbers(lambda i: uids.index(samples[i].uid) - 2, 9),
+        "response_mask": spread(lambda k, i: samples[i].mask, int(form.poison), form.mask_dtype, form.memory),
     }
-    for name in names:
-        data[name] = spread(lambda k, i, name=name: getattr(samples[i], name), filler, form.field_dtype)
-    counts = totals.get("prompt_num_tokens")
-    if counts is not None:
-        data["prompt_num_tokens"] = spread(lambda k, i: [counts[samples[i].uid]] * samples[i].length, 7, torch.int64)
-    index = spread(lambda k, i: _response(samples, starts, i), -1, torch.int64, Form())
-    return Handed(_wrapped(data, len(packs), totals, form), _gatherer(index, filler, form))
+    for name in form.fields:
+        dtype = form.field_dtype or form.dtype
+        data[name] = spread(lambda k, i, name=name: getattr(samples[i], name), filler, dtype, form.memory)
+    if form.prompts:
+        data["prompt_num_tokens"] = numbers(lambda i: counts[samples[i].uid], 7)
+    index = spread(lambda k, i: _response(samples, starts, i), -1, torch.int64, "contiguous")
+    return data, _gatherer(index, filler, form)
 
 
-def _wrapped(data: dict[str, Any], rows: int, totals: dict[str, Any], form: Form) -> Any:
-    convert = {
-        "int": int,
-        "float": float,
-        "tensor": torch.tensor,
-        "numpy": np.int64,
-        "NonTensorData": NonTensorData,
-    }[form.totals]
-    given = {k: convert(v) for k, v in totals.items() if k != "prompt_num_tokens"}
-    if form.container == "dict":
-        return data | given
+def _gatherer(index: Tensor, filler: float, form: Form) -> Callable[[Tensor], Tensor]:
+    return lambda leaf: _view(torch.cat([leaf, leaf.new_full((1,), filler)])[index], form.memory)
+
+
+def _wrapped(data: dict[str, Any], form: Form, totals: dict[str, Any]) -> Any:
     uid = data.pop("uid", None)
-    wrapped = TensorDict(data, batch_size=[rows])
+    if form.container == "dict":
+        convert = {
+            "int": int,
+            "float": float,
+            "tensor": torch.tensor,
+            "numpy": np.int64,
+            "NonTensorData": NonTensorData,
+        }[form.number]
+        named = {} if uid is None else {"uid": np.array(uid, dtype=object)}
+        return data | named | {k: convert(v) for k, v in totals.items()}
+    wrapped = TensorDict(data, batch_size=[len(data["response_mask"])])
+    if form.layout == "padded" and not form.bare:
+        wrapped = left_right_2_no_padding(wrapped)
     if uid is not None:
-        tu.assign_non_tensor_stack(wrapped, "uid", list(uid))
-    tu.assign_non_tensor(wrapped, **{k: int(v) for k, v in totals.items() if k != "prompt_num_tokens"})
+        tu.assign_non_tensor_stack(wrapped, "uid", uid)
+    tu.assign_non_tensor(wrapped, **totals)
     return wrapped
-
-
-# ----------------------------------------------------------------------------------------------------
-# Playing it
-
-
-def count(samples: Sequence[Sample], dp_size: int, settings: dict[str, Any], extra: bool) -> dict[str, Any]:
-    """What engine, trainer and, with ``extra`` or where the settings need it, training worker count."""
-    counted = samples if settings.get("count_empty_sequences", True) else [s for s in samples if s.tokens]
-    tokens = sum(s.tokens for s in samples)
-    totals: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": len(samples), "dp_size": dp_size}
-    if settings.get("loss_agg_mode") == "prompt-mean":
-        per_prompt: dict[str, int] = {}
-        for s in samples:
-            per_prompt[s.uid] = per_prompt.get(s.uid, 0) + s.tokens
-        totals |= {"batch_num_prompts": len({s.uid for s in counted}), "prompt_num_tokens": per_prompt}
-    if extra or not all(settings.get(f"count_{k}", True) for k in CHOICES):
-        totals["batch_num_valid_tokens"] = tokens
-        totals["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
-        totals["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
-    if not settings.get("count_rejected_tokens", True):
-        # Tokens that were rejected before the loss, which the mask no longer has.
-        totals["batch_num_tokens"] += 5
-    return totals
-
-
-CHOICES = ("empty_sequences", "padding_rows", "rejected_tokens")
-#: Arguments of the oracle that are none of the configuration.
-NOT_SETTINGS = ("use_weights", "weight_floor")
-
-
-def make_config(settings: dict[str, Any]) -> LossConfig:
-    return LossConfig(**{k: v for k, v in settings.items() if k not in NOT_SETTINGS})
-
-
-def _names(settings: dict[str, Any], config: LossConfig) -> list[str]:
-    names = {*config.policy_loss.fields}
-    names |= {"rollout_is_weights"} if settings.get("use_weights", True) else set()
-    names |= {"ref_log_prob"} if config.use_kl_loss else set()
-    names |= {"old_log_probs", "rollout_log_probs"} if config.rollout_metrics else set()
-    return sorted(names)
-
-
-def play(
-    settings: dict[str, Any],
-    samples: Sequence[Sample],
-    ranks: Ranks,
-    form: Form,
-    *,
-    with_entropy: bool = True,
-    extra_counts: bool = False,
-) -> Run:
-    """Every micro-batch through ``EnginePolicyLoss``, one backward, metrics as verl reduces them."""
-    config = make_config(settings)
-    totals = count(samples, len(ranks), settings, extra_counts)
-    return _play(EnginePolicyLoss(config), settings, samples, ranks, form, totals, with_entropy)
-
-
-def play_alone(settings: dict[str, Any], samples: Sequence[Sample], form: Form, *, with_entropy: bool = True) -> Run:
-    """The whole mini-batch in one piece through ``TrinityPolicyLoss``, which looks at no totals."""
-    loss = TrinityPolicyLoss(make_config(settings))
-    return _play(loss, settings, samples, ((tuple(range(len(samples))),),), form, {}, with_entropy)
-
-
-def _play(
-    loss: TrinityPolicyLoss,
-    settings: dict[str, Any],
-    samples: Sequence[Sample],
-    ranks: Ranks,
-    form: Form,
-    totals: dict[str, Any],
-    with_entropy: bool,
-) -> Run:
-    filler = POISON[0] if form.poison else 77.0
-    leaves = [_full(samples, name, form.dtype, filler) for name in ("log_probs", "entropy")]
-    names = _names(settings, loss.config)
-    losses, emitted = [], []
-    for rank in ranks:
-        losses.append([])
-        emitted.append([])
-        for rows in rank:
-            handed = hand_over(samples, rows, form, names, totals)
-            output = {"log_probs": handed.lay_out(leaves[0])}
-            if with_entropy:
-                output["entropy"] = handed.lay_out(leaves[1])
-            value, metrics = loss(model_output=output, data=handed.data, dp_group=None)
-            assert value.ndim == 0
-            assert value.requires_grad
-            losses[-1].append(value)
-            emitted[-1].append(metrics)
-    keys = {tuple(metrics) for rank in emitted for metrics in rank}
-    assert len(keys) == 1, "every micro-batch must emit every metric"
-    total = sum(sum(rank) for rank in losses) / len(losses)
-    total.backward()
-    metrics = reduce_like_verl(emitted)
-    finish_metrics(metrics)
-    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return Run(total.item(), grads[0], grads[1], metrics, emitted)

@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from batches import Cut, Run, assert_equals_oracle, run
+from batches import Cut, Ranks, Run, assert_equals_oracle, run
+from forms import FIELDS, NO_TOTALS, Form
 from oracle import MODES, Result, Sample, evaluate
 
-from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.metric_set import finish_metrics
 
 SCALED = ("seq-mean-token-sum-norm", "constant")
@@ -15,6 +16,8 @@ SCALED = ("seq-mean-token-sum-norm", "constant")
 PER_SEQUENCE = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 #: Modes that a sequence without a token leaves as they were.
 BLIND_TO_EMPTY = ("token-mean", "token-sum", "constant")
+#: What a setting ``count_…`` leaves in or out.
+COUNTED = ("empty_sequences", "padding_rows", "rejected_tokens")
 
 _expected: dict[tuple[int, str], tuple[Sequence[Sample], Result]] = {}
 
@@ -33,16 +36,51 @@ def oracle_value(samples: Sequence[Sample], settings: dict[str, Any]) -> Result:
     return _expected[key][1]
 
 
-def run_ours(settings: dict[str, Any], parts: Cut, layout: str, **options: Any) -> Run:
+def make_config(settings: dict[str, Any]) -> LossConfig:
+    """The configuration; two settings are the oracle's alone."""
+    return LossConfig(**{k: v for k, v in settings.items() if k not in ("use_weights", "weight_floor")})
+
+
+def run_ours(settings: dict[str, Any], parts: Cut, layout: str | Form, **options: Any) -> Run:
     """The cut through the package's loss, between what its training worker does before and after.
 
     Before, it counts what the mode needs beside the engine's counts; after, it finishes the metrics.
     """
-    own = {k: v for k, v in settings.items() if k not in ("use_weights", "weight_floor")}
-    options.setdefault("prompts", own["loss_agg_mode"] == "prompt-mean")
-    options.setdefault("counts", not own.get("count_empty_sequences", True))
-    options.setdefault("count_empty_prompts", own.get("count_empty_sequences", True))
-    got = run(EnginePolicyLoss(LossConfig(**own)), parts, layout, **options)
+    options.setdefault("prompts", settings["loss_agg_mode"] == "prompt-mean")
+    options.setdefault("counts", not settings.get("count_empty_sequences", True))
+    options.setdefault("count_empty_prompts", settings.get("count_empty_sequences", True))
+    got = run(EnginePolicyLoss(make_config(settings)), parts, layout, **options)
+    finish_metrics(got.metrics)
+    return got
+
+
+def _unread(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Fields that a loss with these settings does not read."""
+    config = make_config(settings)
+    read = {*config.policy_loss.fields}
+    read |= {"rollout_is_weights"} if settings.get("use_weights", True) else set()
+    read |= {"ref_log_prob"} if config.use_kl_loss else set()
+    read |= {"old_log_probs", "rollout_log_probs"} if config.rollout_metrics else set()
+    return tuple(name for name in FIELDS if name not in read)
+
+
+def play(
+    settings: dict[str, Any], samples: Sequence[Sample], ranks: Ranks, form: Form, *, with_entropy: bool = True
+) -> Run:
+    """Every micro-batch of the cut, with what the loss reads and no more, through ``EnginePolicyLoss``."""
+    options: dict[str, Any] = {"leave_out": _unread(settings)}
+    options["counts"] = not all(settings.get(f"count_{k}", True) for k in COUNTED)
+    if not settings.get("count_rejected_tokens", True):
+        # Tokens that were rejected before the loss, which the mask no longer has.
+        options["totals"] = (("batch_num_tokens", sum(s.tokens for s in samples) + 5),)
+    return run_ours(settings, Cut(tuple(samples), ranks), form, with_entropy=with_entropy, **options)
+
+
+def play_alone(settings: dict[str, Any], samples: Sequence[Sample], form: Form, *, with_entropy: bool = True) -> Run:
+    """The whole mini-batch in one piece through ``TrinityPolicyLoss``, without totals."""
+    options = {"leave_out": _unread(settings), "totals": NO_TOTALS}
+    whole = Cut(tuple(samples), ((tuple(range(len(samples))),),))
+    got = run(TrinityPolicyLoss(make_config(settings)), whole, form, with_entropy=with_entropy, **options)
     finish_metrics(got.metrics)
     return got
 

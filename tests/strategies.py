@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import FIELDS, POISON
-from forms import LAYOUTS, Form, Ranks
+from batches import Ranks, poisoned
+from forms import FIELDS, LAYOUTS, Form
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from oracle import MODES, Sample
@@ -126,23 +126,6 @@ def fill(
             )
         )
     return tuple(samples)
-
-
-def poisoned(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The same sequences with NaN and infinities wherever the mask is 0."""
-    return tuple(
-        replace(
-            s,
-            **{
-                name: tuple(
-                    x if keep else POISON[(t + len(name)) % 3]
-                    for t, (x, keep) in enumerate(zip(getattr(s, name), s.mask, strict=True))
-                )
-                for name in ("log_probs", "entropy", *FIELDS)
-            },
-        )
-        for s in samples
-    )
 
 
 @st.composite
@@ -289,7 +272,10 @@ MASK_TYPES = (torch.int64, torch.bool, torch.int32, torch.uint8, torch.float32, 
 
 @st.composite
 def forms(
-    draw: st.DrawFn, *, types: Sequence[tuple[torch.dtype, torch.dtype]] = (EXACT,), layouts: Sequence[str] = LAYOUTS
+    draw: st.DrawFn,
+    *,
+    types: Sequence[tuple[torch.dtype, torch.dtype]] = (EXACT,),
+    layouts: Sequence[str] = (*LAYOUTS, "dense"),
 ) -> Form:
     """How it is handed over."""
     layout = draw(st.sampled_from(tuple(layouts)))
@@ -307,7 +293,8 @@ def forms(
         per_row=draw(st.sampled_from(((2, 1), (1,), (3,)))) if packed else (1,),
         ids=draw(st.sampled_from((1, -3, 1000))) if packed else 1,
         container=draw(st.sampled_from(("dict", "dict", "dict", "TensorDict"))),
-        totals=draw(st.sampled_from(("int", "float", "tensor", "numpy", "NonTensorData"))),
+        number=draw(st.sampled_from(("int", "float", "tensor", "numpy", "NonTensorData"))),
+        bare=True,
     )
 
 
@@ -335,7 +322,7 @@ def cases(
     configuration: st.SearchStrategy[dict[str, Any]] | None = None,
     gaps: Sequence[float] = (0.0, 0.0, 0.0, *GAPS),
     types: Sequence[tuple[torch.dtype, torch.dtype]] = (EXACT,),
-    layouts: Sequence[str] = LAYOUTS,
+    layouts: Sequence[str] = (*LAYOUTS, "dense"),
     pairs: bool = False,
     lengths: st.SearchStrategy[int] = LENGTHS,
 ) -> Case:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LAYOUTS, Options, build, cut, make_leaves, make_sequences
+from batches import build, cut, make_sequences
+from forms import LAYOUTS, Form, make_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_loss import EnginePolicyLoss, LossConfig
@@ -59,7 +60,7 @@ def host_reads(monkeypatch):
 def engine_call(sequences: int, layout: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Arguments of a loss call with one micro-batch of that many sequences."""
     parts = cut(make_sequences(sequences, seed=4, max_length=9))
-    batch = build(parts, layout, Options(dtype=dtype))[0][0]
+    batch = build(parts, Form(layout, dtype=dtype))[0][0]
     names = ("log_probs", "entropy")
     outputs = {name: batch.lay_out(leaf) for name, leaf in zip(names, make_leaves(parts.samples, dtype), strict=True)}
     assert all(output.requires_grad for output in outputs.values())

@@ -14,20 +14,17 @@ from types import MethodType
 import pytest
 import torch
 from batches import (
-    LAYOUTS,
-    Options,
     build,
     cut,
-    flat_gradient,
     forward,
     given_cut,
-    make_leaves,
     make_sequences,
     poisoned,
     run,
     sequence,
     token_losses,
 )
+from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
 from oracle import MODES, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
@@ -132,7 +129,7 @@ def test_03_opposite_advantages_do_not_cancel(layout, mode, right):
         theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
         log_probs = torch.nn.functional.logsigmoid(theta).expand(make_leaves(samples)[0].numel())
         loss = EnginePolicyLoss(LossConfig(**in_mode(mode)))
-        total = forward(loss, parts, layout, log_probs, None, Options(prompts=mode == "prompt-mean")).total
+        total = forward(loss, parts, Form(layout, prompts=mode == "prompt-mean"), log_probs, None).total
         total.backward()
         assert (total.item(), theta.grad.item()) == ALIKE(right)
 
@@ -205,11 +202,11 @@ def test_07_megatron_schedules(mode, layout):
     settings = in_mode(mode, entropy_coeff=0.2, use_kl_loss=True, kl_loss_coef=0.3)
     whole = run_ours(settings, cut(samples), layout)
     totals = (("num_micro_batch", n), ("routed_num_tokens", 1000))
-    options = Options(prompts=mode == "prompt-mean", totals=totals)
+    form = Form(layout, prompts=mode == "prompt-mean", totals=totals)
     for regime in ("schedule", "per-token"):
         log_probs, entropy = make_leaves(samples)
         loss = EnginePolicyLoss(LossConfig(**settings))
-        losses = forward(loss, parts, layout, log_probs, entropy, options).losses
+        losses = forward(loss, parts, form, log_probs, entropy).losses
         if regime == "schedule":
             total = sum(x * n / n for x in chain.from_iterable(losses)) / dp
         else:
@@ -267,9 +264,6 @@ def test_10_rows_are_counted_as_they_are_averaged(layout, mode, right):
     for parts in (cut(samples), given_cut(samples, [[0, 1], [2, 3]]), ranks(samples)):
         assert value(in_mode(mode), parts, layout) == ALIKE(counted)
         assert value(in_mode(mode, count_empty_sequences=False), parts, layout) == ALIKE(left_out)
-
-
-NO_TOTALS = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
 
 
 @pytest.mark.parametrize("totals", [(), NO_TOTALS], ids=["totals", "no totals"])
@@ -382,7 +376,7 @@ def test_15_bf16_log_probs(mode):
     right = {"token-mean": 1.0, "seq-mean-token-mean": 1.0, "seq-mean-token-sum": 130.0}[mode]
     for loss in (EnginePolicyLoss, TrinityPolicyLoss):
         for layout in LAYOUTS:
-            batch = build(cut(samples), layout, Options(dtype=torch.bfloat16))[0][0]
+            batch = build(cut(samples), Form(layout, dtype=torch.bfloat16))[0][0]
             leaf, _ = make_leaves(samples, torch.bfloat16)
             data = batch.data.clone(recurse=False)
             data["response_mask"] = data["response_mask"].to(torch.bfloat16)
@@ -442,7 +436,7 @@ def broadcast_batch(layout, **fields):
         sequence(1, advantages=-1.0, uid="a"),
         sequence(2, advantages=-1.0, uid="b"),
     )
-    batch = build(cut(samples), layout, Options(width=None if layout == "packed" else 2))[0][0]
+    batch = build(cut(samples), Form(layout, width=None if layout == "packed" else 2))[0][0]
     # A plain dictionary: a TensorDict would refuse some of these shapes itself.
     data = {name: batch.data[name] for name in batch.data.keys()} | fields  # noqa: SIM118
     leaf, _ = make_leaves(samples)

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from batches import cut, sequence
-from forms import Form, jagged, play, play_alone
-from ours import check, in_mode
+from forms import Form, jagged
+from ours import check, in_mode, play, play_alone
 
 from trinity_loss import LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.errors import NonFiniteError

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import flat_gradient
-from forms import jagged, play, play_alone
+from batches import poisoned
+from forms import flat_gradient, jagged
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import aggregate, evaluate, importance_metrics
+from ours import play, play_alone
 from strategies import (
     BYPASS_ARGS,
     EXACT,
@@ -29,7 +30,6 @@ from strategies import (
     examples,
     forms,
     mini_batches,
-    poisoned,
     ran,
     terms,
 )

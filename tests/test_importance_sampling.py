@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from batches import LAYOUTS, cut, make_sequences, poisoned
+from batches import cut, make_sequences, poisoned
+from forms import LAYOUTS
 from oracle import importance_metrics
 from ours import run_ours
 

@@ -10,7 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from batches import LAYOUTS, Cut, cut, flat_gradient, make_sequences, run, sequence
+from batches import Cut, cut, make_sequences, run, sequence
+from forms import LAYOUTS, NO_TOTALS, flat_gradient
 from oracle import MODES
 from ours import BLIND_TO_EMPTY, check, in_mode, oracle_value, run_ours, value
 
@@ -201,10 +202,9 @@ def test_totals_that_are_wrong_or_missing(layout):
 def test_no_totals_means_local_means(mode, layout):
     """Without totals a micro-batch is a batch: the same choice of which sequences count."""
     samples = samples_for(4)
-    nothing = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
     for count_empty in (True, False):
         settings = in_mode(mode, 3.5, count_empty_sequences=count_empty)
-        got = run_ours(settings, cut(samples), layout, totals=nothing, counts=False)
+        got = run_ours(settings, cut(samples), layout, totals=NO_TOTALS, counts=False)
         expected = oracle_value(samples, settings)
         assert got.loss == pytest.approx(expected.loss, rel=1e-10)
         reference = flat_gradient(samples, expected.log_prob_grad)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import LAYOUTS, assert_equals_oracle, build, cut, make_leaves, make_sequences, poisoned, run, sequence
+from batches import assert_equals_oracle, build, cut, make_sequences, poisoned, run, sequence
+from forms import LAYOUTS, Form, make_leaves
 from oracle import MODES, evaluate
 from ours import check, in_mode, run_ours
 
@@ -258,7 +259,7 @@ def test_inputs_stay_as_they_were(name, layout):
     """Nothing of the micro-batch or of the model output is written to."""
     settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
     loss = EnginePolicyLoss(LossConfig(**settings, entropy_coeff=0.1, use_kl_loss=True))
-    batch = build(cut(SAMPLES), layout)[0][0]
+    batch = build(cut(SAMPLES), Form(layout))[0][0]
     log_probs, entropy = make_leaves(SAMPLES)
     output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
 
@@ -279,7 +280,7 @@ def test_without_gradients_the_value_is_the_same(name):
     """The engine's forward-only pass: no graph, the same loss; and a loss that was pickled on its way."""
     settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
     loss = EnginePolicyLoss(LossConfig(**settings))
-    batch = build(cut(SAMPLES), "nested")[0][0]
+    batch = build(cut(SAMPLES), Form("nested"))[0][0]
     output = {"log_probs": batch.lay_out(make_leaves(SAMPLES)[0])}
     with_graph, metrics = loss(model_output=output, data=batch.data, dp_group=None)
     with torch.no_grad():

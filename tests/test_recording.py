@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from batches import Options, build, cut, make_leaves, make_sequences
+from batches import build, cut, make_sequences
+from forms import Form, make_leaves
 
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.errors import ConfigError, MissingFieldError
@@ -23,7 +24,7 @@ FROM = Provenance("a run", training_step=3, mini_batch=1, rank=0, ranks=2)
 
 def record(folder, layout: str = "nested", max_bytes: int = 2**20, **other) -> None:
     log_probs, entropy = make_leaves(PARTS.samples)
-    for rank, micro_batches in enumerate(build(PARTS, layout, Options())):
+    for rank, micro_batches in enumerate(build(PARTS, Form(layout))):
         recorder = Recorder(max_bytes)
         for batch in micro_batches:
             recorder.add({"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}, batch.data)

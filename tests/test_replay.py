@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from batches import Options, build, cut, make_leaves, make_sequences
+from batches import build, cut, make_sequences
+from forms import Form, make_leaves
 from oracle import Sample, evaluate
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
@@ -25,7 +26,7 @@ def record(folder, config: LossConfig, samples: Sequence[Sample], ranks: int = 2
     """What the training worker does while it trains, with pairs of answers in each micro-batch."""
     parts = cut(samples, 3, ranks)
     log_probs, entropy = make_leaves(samples)
-    for rank, micro_batches in enumerate(build(parts, "nested", Options(prompts=True))):
+    for rank, micro_batches in enumerate(build(parts, Form("nested", prompts=True))):
         recorder = Recorder(2**20)
         for batch in micro_batches:
             recorder.add({"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}, batch.data)

@@ -19,7 +19,8 @@ from trinity_loss.verl.worker import reduce_over_ranks
 RANK = """
 import os, pickle, sys
 import torch.distributed as dist
-from batches import Options, build, cut, make_leaves, make_sequences
+from batches import build, cut, make_sequences
+from forms import Form, make_leaves
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine_workers import allgather_dict_into_dict
@@ -34,7 +35,7 @@ config = LossConfig(
 )
 log_probs, entropy = make_leaves(parts.samples)
 metrics = {}
-for batch in build(parts, "nested", Options())[rank]:
+for batch in build(parts, Form("nested"))[rank]:
     output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
     append_to_dict(metrics, EnginePolicyLoss(config)(model_output=output, data=batch.data)[1])
 of_mini_batch = allgather_dict_into_dict(data=metrics, group=dist.group.WORLD)
