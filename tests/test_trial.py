@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from batches import LAYOUTS, cut, make_sequences, run, sequence
+from batches import cut, make_sequences, run, sequence
+from forms import LAYOUTS
 from ours import in_mode, run_ours
 
 from trinity_loss import EnginePolicyLoss, LossConfig
