@@ -1010,8 +1010,8 @@ def test_35_nothing_is_written_over(tmp_path):
 def test_35_files_that_do_not_belong_together_are_refused(change, error, says, tmp_path):
     samples = token_losses([1], [5])
     for rank in (0, 1):
-        options = Options(totals=(("dp_size", 4),) if change == "totals" and rank else (("dp_size", 2),))
-        ((batch,),) = build(cut(samples), "nested", options)
+        form = Form("nested", totals=(("dp_size", 4),) if change == "totals" and rank else (("dp_size", 2),))
+        ((batch,),) = build(cut(samples), form)
         recorder = Recorder(2**20)
         recorder.add({"log_probs": batch.lay_out(make_leaves(samples)[0])}, batch.data)
         origin = Provenance("one", 1, 1, rank, 2)

@@ -3,7 +3,8 @@
 import pickle
 from contextlib import nullcontext
 
-from batches import Options, build, cut, make_leaves
+from batches import build, cut
+from forms import Form, make_leaves
 from hydra import compose, initialize_config_module
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -91,7 +92,7 @@ def started(*overrides: str, bind=by_keyword):
 def train(worker, samples, **options):
     """One step with these sequences; returns the metrics, the loss among them."""
     parts = cut(tuple(samples))
-    ((batch,),) = build(parts, "nested", Options(**options))
+    ((batch,),) = build(parts, Form("nested", **options))
     log_probs, _ = make_leaves(parts.samples)
     worker.log_probs = batch.lay_out(log_probs)
     return tu.get(worker.train_mini_batch(batch.data), "metrics")
