@@ -136,6 +136,8 @@ bad("no-advantages", drop("advantages"))
 bad("no-ref-log-prob", drop("ref_log_prob"), **KL)
 bad("no-field-of-the-loss", drop("ref_log_prob"), **PAIRS)
 bad("no-entropy", drop("entropy"), entropy_coeff=0.1)
+bad("entropy-without-a-graph", lambda given: given.output["log_probs"].requires_grad_(), entropy_coeff=0.1)
+bad("log-probs-without-a-graph", lambda given: given.output["entropy"].requires_grad_(), entropy_coeff=0.1)
 bad("no-rollout-log-probs", drop("rollout_log_probs"), rollout_metrics="token")
 bad("no-prompts", drop("prompts"), "nested")
 bad("no-attention-mask", drop("attention_mask"), "padded")
@@ -306,8 +308,9 @@ def test_bad_input(name, one_rank):
     given = inputs[name]()
     if name == "dp-size-not-the-group":
         given.group = one_rank
-    for tensor in given.output.values():
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+    outputs = [t for t in given.output.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not name.endswith("-without-a-graph"):
+        for tensor in outputs:
             tensor.requires_grad_()
     if raised == "accepted":
         is_accepted(given, message)

@@ -11,7 +11,7 @@ from oracle import MODES
 from ours import in_mode
 
 from trinity_loss import EnginePolicyLoss, LossConfig
-from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError
+from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.invariance import (
     CAUSES,
     ContractError,
@@ -200,10 +200,12 @@ def test_rounding_and_little_more_are_told_apart(dtype, epsilon):
 
 
 def test_a_loss_that_raises_where_it_is_looked_into():
-    """Ours refuses a micro-batch that holds more than the totals say; that is no reason to say nothing."""
+    """One that refuses a micro-batch that holds more than the totals say; that is no reason to say nothing."""
     loss_fn = EnginePolicyLoss(LossConfig())
 
     def off(*, model_output, data, dp_group):
+        if len(data) > data["global_batch_size"]:
+            raise TotalsError("more rows than there are")
         loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
         return loss * (1 if len(data) == 14 else 1.0001), metrics
 

@@ -7,10 +7,12 @@ case says otherwise. ``value`` asks that loss, summed gradient and reported metr
 
 import functools
 import math
+import warnings
 from dataclasses import fields, replace
 from itertools import chain
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from batches import (
@@ -28,6 +30,7 @@ from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
 from oracle import MODES, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
@@ -36,13 +39,17 @@ from workers import POLICY_LOSS, TrainingWorker, started, train
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.aggregation import TokenMean, aggregation_mode_names, find_aggregation_mode
-from trinity_loss.errors import ConfigError, MissingFieldError
+from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, MissingGraphError, TotalsError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.recorded import load_recording
+from trinity_loss.metric_set import finish_metrics
 from trinity_loss.metrics import importance_sampling_metrics
 from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
+from trinity_loss.tokens import ResponseTokens
 from trinity_loss.verl import PolicyLossConfig
+from trinity_loss.verl.counting import Counting
+from trinity_loss.verl.worker import reduce_over_ranks
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -1105,3 +1112,310 @@ def test_52_an_error_of_shadow_mode_ends_no_training(monkeypatch):
         metrics = train(worker, token_losses([1, 1, 1], [5]))
     assert metrics["loss"] == ALIKE(2)
     assert not any(name.startswith("shadow") for name in metrics)
+
+
+def cuts_of(samples):
+    """One micro-batch, two, one each, and one rank each."""
+    return [cut(samples), cut(samples, 2), pieces(samples), ranks(samples)]
+
+
+@every_layout
+@per_mode(
+    token_mean=1.5,
+    token_sum=6,
+    seq_mean_token_sum=1.5,
+    seq_mean_token_mean=1.5,
+    seq_mean_token_sum_norm=0.375,
+    prompt_mean=1.5,
+    constant=1.5,
+)
+def test_29_a_total_below_what_is_there_divides_in_every_cut(layout, mode, right, recwarn):
+    """Six rows of one token of loss 1, and whoever counts sends 4."""
+    samples = token_losses(*[[1]] * 6)
+    totals = tuple((name, 4) for name in ("batch_num_tokens", "global_batch_size", "batch_num_prompts"))
+    for parts in cuts_of(samples):
+        assert value(in_mode(mode), parts, layout, totals=totals) == ALIKE(right)
+
+
+def test_29_it_is_said_once():
+    loss = EnginePolicyLoss(LossConfig(**in_mode("seq-mean-token-mean")))
+    parts, totals = cut(token_losses(*[[1]] * 6)), (("global_batch_size", 4),)
+    with pytest.warns(UserWarning, match="global_batch_size is 4, but 6 are there"):
+        run(loss, parts, "nested", totals=totals)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(loss, parts, "nested", totals=totals)
+
+
+@pytest.mark.usefixtures("verls_worker")
+def test_29_the_worker_says_it_whatever_the_cut():
+    _, worker = started("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+    step = functools.partial(train, worker, token_losses(*[[1]] * 6), totals=(("global_batch_size", 4),))
+    with pytest.warns(UserWarning, match="global_batch_size is 4, but the mini-batch has 6"):
+        assert step()["loss"] == ALIKE(1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step()["loss"] == ALIKE(1.5)
+
+
+@every_layout
+@pytest.mark.parametrize(
+    ("mode", "total"),
+    [("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size"), ("dpo", "global_batch_size")],
+)
+def test_29_nothing_at_all_is_refused_in_every_cut(layout, mode, total):
+    samples = token_losses([1], [1])
+    for parts in (cut(samples), pieces(samples)) if mode != "dpo" else (cut(samples),):
+        if mode == "dpo" and layout == "packed":
+            continue
+        settings = {"loss_agg_mode": "token-mean", "loss_mode": "dpo"} if mode == "dpo" else in_mode(mode)
+        with pytest.raises(TotalsError, match=f"{total} is 0|batch_num_pairs is 0"):
+            run_ours(settings, parts, layout, totals=((total, 0),))
+
+
+class Rejected:
+    """A loss whose micro-batches carry what the engine counted: the mask before four tokens were rejected."""
+
+    def __init__(self, **settings):
+        self.loss = EnginePolicyLoss(LossConfig(**settings))
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        mask = data["response_mask"]
+        if mask.is_nested:
+            ones = torch.nested.nested_tensor_from_jagged(torch.ones_like(mask.values()), offsets=mask.offsets())
+        else:
+            ones = torch.ones_like(mask)
+            if "segment_ids" in data.keys():  # noqa: SIM118
+                ones *= data["segment_ids"] != 0
+            else:
+                ones *= data["attention_mask"][:, -mask.shape[1] :]
+        return self.loss(model_output=model_output, data=dict(data.items()) | {"loss_mask": ones}, dp_group=dp_group)
+
+
+@every_layout
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "token-sum"])
+def test_30_no_count_stands_in_for_another(layout, mode):
+    """Ten tokens counted, six left, log-ratio 0.3, and nobody counted the six."""
+    rest = {"log_probs": -0.7, "old_log_probs": -1.0, "advantages": 1.0}
+    samples = tuple(sequence(len(m), mask=m, **rest) for m in ([1, 1, 0, 1, 0], [1, 0], [0, 1, 1]))
+    totals = (("batch_num_tokens", 10),)
+    for parts in (cut(samples), pieces(samples), ranks(samples)):
+        found = run(Rejected(**in_mode(mode)), parts, layout, totals=totals).metrics
+        assert found["actor/ratio_mean"] == ALIKE(math.exp(0.3))
+        assert found["actor/ppo_kl"] == ALIKE(-0.3)
+        assert found["actor/pg_clipfrac"] == ALIKE(1)
+    whole = run(EnginePolicyLoss(LossConfig(**in_mode(mode))), cut(samples), layout, totals=totals).metrics
+    assert whole["actor/ratio_mean"] == ALIKE(math.exp(0.3))
+
+
+@every_layout
+def test_30_what_the_worker_counted_comes_first(layout):
+    """Log-ratios 0.3 on three tokens and 0.1 on one, of ten: the mean is over the four, however they are cut."""
+    samples = (
+        sequence(7, mask=[1, 1, 1, 0, 0, 0, 0], log_probs=-0.7, old_log_probs=-1.0),
+        sequence(3, mask=[1, 0, 0], log_probs=-0.9, old_log_probs=-1.0),
+    )
+    totals = (("batch_num_tokens", 10), ("batch_num_valid_tokens", 4))
+    for parts in cuts_of(samples):
+        assert run(Rejected(), parts, layout, totals=totals).metrics["actor/ppo_kl"] == ALIKE(-0.25)
+
+
+@every_layout
+@pytest.mark.parametrize("make", [EnginePolicyLoss, TrinityPolicyLoss])
+def test_31_entropy_without_a_graph_is_refused(layout, make):
+    samples = token_losses([1, 2], [3])
+    ((batch,),) = build(cut(samples), Form(layout))
+    log_probs, entropy = make_leaves(samples)
+    for with_graph, without in ((log_probs, entropy.detach()), (entropy, log_probs.detach())):
+        names = ("log_probs", "entropy") if with_graph is log_probs else ("entropy", "log_probs")
+        output = dict(zip(names, map(batch.lay_out, (with_graph, without)), strict=True))
+        loss = make(LossConfig(entropy_coeff=0.1))
+        with pytest.raises(MissingGraphError, match=f"'{names[1]}' of the model output has no graph"):
+            loss(model_output=output, data=batch.data)
+        with torch.no_grad():
+            loss(model_output=output, data=batch.data)
+        if with_graph is log_probs:  # Reported, and not trained by.
+            make(LossConfig())(model_output=output, data=batch.data)[0].backward()
+
+
+LONG = 2**17
+
+
+def near(settings, rows, dtype, **fields):
+    """Loss and gradient of rows of equal tokens."""
+    shape = (rows, LONG)
+    values = {name: torch.full(shape, number, dtype=torch.float32).to(dtype) for name, number in fields.items()}
+    log_probs = values.pop("log_probs").requires_grad_()
+    data = values | {"response_mask": torch.ones(shape), "batch_num_tokens": rows * LONG, "global_batch_size": rows}
+    loss, metrics = EnginePolicyLoss(LossConfig(**settings))(model_output={"log_probs": log_probs}, data=data)
+    loss.backward()
+    names = [name for name in metrics if not name.startswith("trinity_loss/")]
+    return loss.item(), log_probs.grad.double(), {name: float(metrics[name].aggregate()) for name in names}
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("mode", ["ppo", "gspo", "gmpo", "cispo", "dpo"])
+def test_32_sums_in_float32_are_those_in_float64(mode, agg):
+    """A sequence of 128k tokens; one after the other, float32 is 1e-3 off."""
+    rows = 2 if mode == "dpo" else 1
+    fields = {"log_probs": -0.9, "old_log_probs": -1.0, "ref_log_prob": -1.0, "advantages": 0.1}
+    narrow, wide = (near({"loss_mode": mode, "loss_agg_mode": agg}, rows, t, **fields) for t in DTYPES)
+    assert narrow[0] == pytest.approx(wide[0], rel=1e-6)
+    assert (narrow[1] - wide[1]).norm() <= 1e-6 * wide[1].norm()
+    for name, number in wide[2].items():
+        assert narrow[2][name] == pytest.approx(number, rel=1e-6, abs=1e-12), name
+
+
+DTYPES = (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_32_sums_of_a_sequence_in_every_layout(packed):
+    values = torch.full((2, LONG), 0.1)
+    mask, segments = torch.ones_like(values), torch.ones(2, LONG, dtype=torch.int64)
+    tokens = ResponseTokens.from_packed(mask, segments) if packed else ResponseTokens.from_padded(mask)
+    jagged = ResponseTokens.from_jagged(mask.reshape(-1), torch.tensor([0, LONG, 2 * LONG]))
+    for found in (tokens, jagged):
+        sums = found.sum_per_sequence(values.reshape(-1))
+        assert sums[found.counts > 0].tolist() == [pytest.approx(values[0].double().sum().item(), rel=1e-7)] * 2
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_32_weights_and_perplexities(level):
+    rollout = torch.full((1, LONG), -1.0)
+    old = rollout + (1.0 if level != "sequence" else 5 / LONG) * 0.1
+    narrow, wide = (
+        importance_sampling_metrics(old.to(t), rollout.to(t), torch.ones(1, LONG), level=level) for t in DTYPES
+    )
+    for name in ("rollout_is_mean", "rollout_is_seq_mean", "training_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio"):
+        assert narrow[name] == pytest.approx(wide[name], rel=1e-6), name
+
+
+def test_32_a_margin_of_two_long_answers():
+    """Answers whose log-ratios differ by one token in a hundred thousand."""
+    log_probs = torch.full((2, LONG), -0.9)
+    log_probs[0, 7] = -0.4
+
+    def margin(dtype):
+        data = {"response_mask": torch.ones(2, LONG), "ref_log_prob": torch.full((2, LONG), -1.0, dtype=dtype)}
+        loss = TrinityPolicyLoss(LossConfig(loss_mode="dpo"))
+        return loss(model_output={"log_probs": log_probs.to(dtype)}, data=data)[0].item()
+
+    assert margin(torch.float32) == pytest.approx(margin(torch.float64), rel=1e-7)
+    assert margin(torch.float64) == pytest.approx(math.log1p(math.exp(-0.05)), rel=1e-6)
+
+
+SHARED = {
+    "one-for-all": lambda rows: NonTensorData("ab", batch_size=[rows]),
+    "one-number-for-all": lambda rows: NonTensorData(7, batch_size=[rows]),
+    "list": lambda rows: ["ab"] * rows,
+    "tuple": lambda rows: ("ab",) * rows,
+    "objects": lambda rows: np.array(["ab"] * rows, dtype=object),
+    "texts": lambda rows: np.array(["ab"] * rows),
+    "numbers": lambda rows: np.full(rows, 7),
+    "tensor": lambda rows: torch.full((rows,), 7),
+    "column": lambda rows: torch.full((rows, 1), 7),
+    "stack": lambda rows: NonTensorStack(*["ab"] * rows),
+    "list-for-all": lambda rows: NonTensorData(["ab"] * rows, batch_size=[rows]),
+    "text": lambda rows: "ab",
+}
+
+
+@pytest.mark.parametrize("form", SHARED)
+def test_33_values_per_row_in_every_form(form):
+    """Three tokens of loss 1 and one of loss 5, of one prompt: 2, counted by the loss itself and by the worker."""
+    data = {"response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "uid": SHARED[form](2)}
+    data |= {"advantages": torch.tensor([[-1.0, -1, -1], [-5, 0, 0]]), "old_log_probs": torch.zeros(2, 3)}
+    loss = TrinityPolicyLoss(LossConfig(loss_agg_mode="prompt-mean"))
+    output = {"log_probs": torch.zeros(2, 3, requires_grad=True)}
+    assert loss(model_output=output, data=data)[0].item() == 2
+    if form not in ("list", "tuple", "text"):  # A TensorDict makes other forms of these.
+        assert loss(model_output=output, data=TensorDict(data, batch_size=[2]))[0].item() == 2
+    whole = TensorDict(data, batch_size=[2])
+    Counting().attach(whole, loss.config, None)
+    assert whole["prompt_num_tokens"].tolist() == [4, 4]
+    engine, total = EnginePolicyLoss(loss.config), 0.0
+    for i in range(2):
+        piece = {name: value[i : i + 1] for name, value in data.items() if name != "uid"} | {"uid": SHARED[form](1)}
+        piece |= {"batch_num_prompts": 1, "prompt_num_tokens": whole["prompt_num_tokens"][i : i + 1]}
+        total += engine(model_output={"log_probs": output["log_probs"][i : i + 1]}, data=piece)[0].item()
+    assert total == 2
+
+
+@pytest.mark.parametrize(
+    "uid",
+    [{"a", "b"}, {"a": 1, "b": 2}, iter("ab"), ["a"], ["a", "c"] * 2, torch.zeros(2, 2), [["a"], ["b"]], object()],
+    ids=repr,
+)
+@pytest.mark.parametrize("settings", [{"loss_agg_mode": "prompt-mean"}, {"count_padding_rows": False}], ids=str)
+def test_33_another_form_is_refused(uid, settings):
+    data = {"response_mask": torch.ones(2, 3), "uid": uid, "old_log_probs": torch.zeros(2, 3)}
+    data["advantages"] = torch.zeros(2, 3)
+    with pytest.raises(FieldShapeError, match=r"^uid .*expected one"):
+        TrinityPolicyLoss(LossConfig(**settings))(model_output={"log_probs": torch.zeros(2, 3)}, data=data)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(("mode", "right"), [("token-mean", -0.75), ("prompt-mean", -1.2)])
+def test_41_no_group_is_no_other_rank(mode, right, monkeypatch):
+    """Two ranks of one replica; 8 tokens, of which nobody may count 16."""
+
+    def of_the_world(*values, **named):
+        raise AssertionError("a collective over the world")
+
+    for name in ("all_reduce", "all_gather_object", "get_world_size"):
+        monkeypatch.setattr(torch.distributed, name, of_the_world)
+    samples = (
+        sequence(3, log_probs=-0.5, old_log_probs=-1.0, uid="a"),
+        sequence(5, log_probs=-0.5, old_log_probs=-1.0, uid="b"),
+    )
+    _, worker = started(f"+{POLICY_LOSS}.loss_agg_mode={mode}")
+    metrics = train(worker, samples)
+    assert metrics["actor/ppo_kl"] == ALIKE(-0.5)
+    per_prompt = (
+        replace(samples[0], log_probs=(-1.0,) * 3, advantages=(0.4,) * 3),
+        replace(samples[1], log_probs=(-1.0,) * 5, advantages=(2.0,) * 5),
+    )
+    expected = {"token-mean": -(3 * 0.4 + 5 * 2) / 8, "prompt-mean": right}[mode]
+    assert train(worker, per_prompt)["loss"] == ALIKE(expected)
+
+
+@pytest.mark.parametrize("ranks_in_group", [2, 4])
+def test_42_a_group_with_ranks_that_share_their_data_is_refused(ranks_in_group, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks_in_group)
+    ((batch,),) = build(cut(token_losses([1])), Form("nested"))
+    log_probs = batch.lay_out(make_leaves(token_losses([1]))[0])
+    loss, times = EnginePolicyLoss(LossConfig()), ranks_in_group
+    with pytest.raises(TotalsError, match=rf"dp_size is 1, .*context parallelism.* {times} times too large"):
+        loss(model_output={"log_probs": log_probs}, data=batch.data, dp_group="a group")
+
+
+def overflowing(inputs):
+    """A loss with extremes that are infinite at a token that counts."""
+    large = (400 * inputs.advantages).exp()
+    return TokenLoss(-inputs.advantages, maxima={"actor/x_max": large}, minima={"actor/x_min": -large})
+
+
+@every_layout
+def test_46_an_infinity_is_no_empty_extreme(layout):
+    settings = LossConfig(loss_mode=f"{__name__}:overflowing")
+    samples = token_losses([-1000, 1], [2], None)
+    for parts in (cut(samples), pieces(samples), ranks(samples)):
+        found = run(EnginePolicyLoss(settings), parts, layout).metrics
+        finish_metrics(found)
+        assert (found["actor/x_max"], found["actor/x_min"]) == (math.inf, -math.inf)
+    ((batch,),) = build(cut(samples), Form(layout))
+    output = {"log_probs": batch.lay_out(make_leaves(samples)[0])}
+    local = TrinityPolicyLoss(settings)(model_output=output, data=batch.data)[1]
+    assert (local["actor/x_max"], local["actor/x_min"]) == (math.inf, -math.inf)
+
+
+def test_46_an_extreme_of_nothing_is_0_and_verls_own_stay():
+    metrics = {"actor/x_max": -math.inf, "actor/x_min": math.inf, "perf/max_memory": math.inf, "y_min": -math.inf}
+    finish_metrics(metrics)
+    assert metrics == {"actor/x_max": 0.0, "actor/x_min": 0.0, "perf/max_memory": math.inf, "y_min": -math.inf}
+    metrics = {"critic/min": math.inf, "actor/x_max": [Metric("max", -math.inf)], "actor/y_max": [Metric("max", 1.0)]}
+    reduce_over_ranks(metrics)
+    assert metrics["critic/min"] == math.inf
+    assert (metrics["actor/x_max"], metrics["actor/y_max"]) == (0.0, 1.0)

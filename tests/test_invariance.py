@@ -177,13 +177,16 @@ def test_synthetic_rows(mode, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_totals_that_are_wrong_or_missing(layout):
-    """Missing ones are an error where ranks would differ by them, negative and too small ones always."""
+    """Missing ones are an error where ranks would differ by them, negative ones always; too small ones divide."""
     samples = samples_for(4)
     one, two = cut(samples, 2), cut(samples, 1, 2)
     for mode, total in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
         with pytest.raises(ValueError, match=total):
             run_ours(in_mode(mode), two, layout, totals=((total, None),))
-        for wrong in (-1, 2.5, 1):
+        whole = oracle_value(samples, in_mode(mode)).loss
+        counted = {"batch_num_tokens": sum(s.tokens for s in samples), "global_batch_size": len(samples)}[total]
+        assert run_ours(in_mode(mode), one, layout, totals=((total, 1),)).loss == pytest.approx(whole * counted)
+        for wrong in (-1, 2.5, 0):
             with pytest.raises(ValueError, match=total):
                 run_ours(in_mode(mode), one, layout, totals=((total, wrong),))
         other = {"batch_num_tokens": "global_batch_size", "global_batch_size": "batch_num_tokens"}[total]

@@ -26,6 +26,10 @@ class MissingFieldError(BatchError):
     """A field that the configured loss reads is not in the micro-batch or the model output."""
 
 
+class MissingGraphError(BatchError):
+    """A part of the model output that a term is differentiated by has no graph."""
+
+
 class FieldShapeError(BatchError):
     """A field has a shape, a type or sequence lengths that do not fit the response tokens."""
 
@@ -35,4 +39,4 @@ class NonFiniteError(BatchError):
 
 
 class TotalsError(BatchError):
-    """The totals of the mini-batch are missing, negative or smaller than what this micro-batch holds."""
+    """The totals of the mini-batch are missing, negative, or not those of this mini-batch."""

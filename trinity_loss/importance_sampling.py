@@ -104,7 +104,8 @@ def add_offpolicy_metrics(
     tokens, nonempty, weights = log_ratio.tokens, log_ratio.nonempty, log_ratio.token_weights
     log_ppl = -tokens.mean_per_sequence(log_prob)
     rollout_log_ppl = -tokens.mean_per_sequence(rollout_log_prob)
-    difference = log_ppl - rollout_log_ppl
+    # Not the difference of the two, which leaves little of it where the policies are near.
+    difference = -tokens.mean_per_sequence(log_ratio.values)
     ratio = limited_exp(log_ratio.values)
     of_sequence = limited_exp(log_ratio.of_sequence("sequence"))
     per_sequence: Mapping[str, Tensor] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import with_gradients
-from trinity_loss.errors import MissingFieldError, NonFiniteError, TotalsError
+from trinity_loss.errors import MissingFieldError, MissingGraphError, NonFiniteError, TotalsError
 from trinity_loss.faults import raise_first
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
@@ -26,6 +26,22 @@ from trinity_loss.totals import VALID_TOKENS, GroupCount, Totals, find_count, re
 
 #: Key of each term's metric, and its name among the modes.
 _TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl"}
+_NO_GRAPH = {
+    "entropy": (
+        "entropy_coeff is {coefficient}, but 'entropy' of the model output has no graph, so its term would train "
+        "nothing: let the engine compute it with gradients, or set actor_rollout_ref.actor.entropy_coeff=0 "
+        "(actor_rollout_ref.actor.calculate_entropy=True still reports it)"
+    ),
+    "log_probs": "'log_probs' of the model output has no graph, so the policy would not be trained by it",
+}
+#: Warned of already.
+_warned: set[object] = set()
+
+
+def _warn_once(what: object, message: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(message, stacklevel=4)
 
 
 class TrinityPolicyLoss:
@@ -94,6 +110,7 @@ class TrinityPolicyLoss:
         self._check(batch, numbers)
         self._check_totals(batch.totals, metrics, numbers, dp_group)
         if torch.is_grad_enabled():
+            self._check_graphs(batch, gradients)
             loss = with_gradients(loss, batch.sources, gradients)
         return loss, self._report(metrics, numbers, batch.totals)
 
@@ -166,6 +183,13 @@ class TrinityPolicyLoss:
                     f"this far apart overflow in {batch.dtype}; look at the largest advantages and log-ratios"
                 )
 
+    def _check_graphs(self, batch: MicroBatch, names: Iterable[str]) -> None:
+        """Raises where one part of the model output has a graph and another, which a term needs, has none."""
+        has_graph = {name: batch.sources[name].tensor.requires_grad for name in names}
+        without = [name for name, has in has_graph.items() if not has]
+        if without and any(has_graph.values()):
+            raise MissingGraphError(_NO_GRAPH[without[0]].format(coefficient=self.config.entropy_coeff))
+
     def _check_totals(self, totals: Totals, metrics: MetricSet, numbers: dict[str, float], dp_group: Any) -> None:
         """Looks at whether the totals fit the micro-batch; here nothing reads them."""
 
@@ -208,23 +232,34 @@ class EnginePolicyLoss(TrinityPolicyLoss):
             return dp_size / total if total else 0.0
         if dp_size > 1:
             raise TotalsError(f"dp_size is {dp_size} and {mode.total} is missing; with several ranks it is needed")
-        _warn_once(f"the micro-batch has no {mode.total}: its loss is the mean over its own tokens or sequences")
+        missing = f"the micro-batch has no {mode.total}: its loss is the mean over its own tokens or sequences"
+        _warn_once(missing, missing)
         return super()._scale(mode, count, totals)
 
     def _check_totals(self, totals: Totals, metrics: MetricSet, numbers: dict[str, float], dp_group: Any) -> None:
         if dp_group is not None and totals and torch.distributed.is_initialized():
-            group_size = torch.distributed.get_world_size(dp_group)
-            if group_size != (totals.dp_size or 1):
-                dp_size = "missing" if totals.dp_size is None else totals.dp_size
-                raise TotalsError(f"dp_size is {dp_size}, but the data-parallel group has {group_size} ranks")
+            _check_group(totals.dp_size, torch.distributed.get_world_size(dp_group))
+        of_whole = totals.get(VALID_TOKENS)
+        if of_whole is not None:  # Our worker counted: what the trainer sent it has looked at, whatever the cut.
+            self._warn_if_below("batch_num_tokens", totals.get("batch_num_tokens"), of_whole)
         for term, mode in _TERMS.items():
             name = self._modes[mode].total
-            total = None if name is None or term not in metrics.entries else totals.get(name)
-            if total is not None and numbers[term + "#"] > total:
-                raise TotalsError(
-                    f"{name} is {total}, but this micro-batch alone counts {numbers[term + '#']:.0f}: the "
-                    "totals are not those of this mini-batch (look at who sets them, and at a mask that changed since)"
-                )
+            if name is None or term not in metrics.entries:
+                continue
+            total, here = totals.get(name), numbers[term + "#"]
+            if total == 0 < here:
+                raise TotalsError(f"{name} is 0, but this micro-batch alone counts {here:.0f}")
+            if of_whole is None:
+                self._warn_if_below(name, total, here)
+
+    def _warn_if_below(self, name: str, total: int | None, counted: float) -> None:
+        """Says once that a total is too small. It is no error: whether one micro-batch sees it hangs on the cut."""
+        if total is not None and total < counted:
+            _warn_once(
+                (self, name),
+                f"{name} is {total}, but {counted:.0f} are there: the loss is a sum over more than it is divided by "
+                "(look at who sets it, and at a mask that changed since)",
+            )
 
     def _report(self, metrics: MetricSet, numbers: dict[str, float], totals: Totals) -> dict[str, Any]:
         return metrics.engine(numbers, totals, self._share(totals, numbers))
@@ -239,10 +274,15 @@ class EnginePolicyLoss(TrinityPolicyLoss):
         return numbers["loss tokens"] / whole
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=4)
+def _check_group(dp_size: int | None, group_size: int) -> None:
+    """Raises :class:`TotalsError` unless the data-parallel group holds a rank per replica."""
+    if group_size == (dp_size or 1):
+        return
+    given = "missing" if dp_size is None else dp_size
+    why = ""
+    if group_size % (dp_size or 1) == 0:
+        why = (
+            f"; ranks that share their data (context parallelism) must not be in it, or every count of it is "
+            f"{group_size // (dp_size or 1)} times too large"
+        )
+    raise TotalsError(f"dp_size is {given}, but the data-parallel group has {group_size} ranks{why}")

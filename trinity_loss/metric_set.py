@@ -21,6 +21,8 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.totals import VALID_TOKENS, Totals
 
 Kind = Literal["ratio", "max", "min"]
+#: The largest and the smallest of nothing, which any number replaces.
+_NOTHING: Mapping[str, float] = {"max": -math.inf, "min": math.inf}
 #: Count, sum and sum of squares of a quantity over the mini-batch.
 Moments = tuple[float, float, float]
 
@@ -96,7 +98,7 @@ def check_metric_name(name: str, kind: Kind) -> None:
 
 def extreme_of(values: Tensor, counted: Tensor, kind: Literal["max", "min"]) -> Tensor:
     """The largest or smallest of values [n] where ``counted`` bool [n], 0-d; ∓inf if of nothing."""
-    nothing = -math.inf if kind == "max" else math.inf
+    nothing = _NOTHING[kind]
     if values.numel() == 0:
         return torch.full((), nothing, dtype=values.dtype, device=values.device)
     candidates = torch.where(counted, values, nothing)
@@ -254,7 +256,7 @@ def _local(name: str, entry: Entry, numbers: dict[str, float]) -> float:
     if entry.kind == "ratio":
         count = numbers[name + "#"]
         return numbers[name] / count if count else 0.0
-    return numbers[name] if math.isfinite(numbers[name]) else 0.0
+    return 0.0 if numbers[name] == _NOTHING[entry.kind] else numbers[name]
 
 
 def _statistic(statistic: str, count: float, total: float, square: float) -> float:
@@ -287,5 +289,5 @@ def finish_metrics(metrics: dict[str, Any]) -> None:
             raise ConfigError(f"metric {name!r} lacks {', '.join(missing)}; metrics of two contracts were mixed")
         metrics[name] = _statistic(statistic, *(metrics.pop(moment) for moment in keys))
     for key, value in metrics.items():
-        if isinstance(value, float) and math.isinf(value) and ("max" in key or "min" in key):
+        if any(kind in key and isinstance(value, float) and value == nothing for kind, nothing in _NOTHING.items()):
             metrics[key] = 0.0

@@ -312,7 +312,8 @@ def dpo(inputs: PolicyInputs, *, beta: float = 0.1, label_smoothing: float = 0.0
             f"loss_mode 'dpo' got {tokens.num_slots} rows; expected pairs, chosen and rejected one after the other, "
             "one sequence per row (verl keeps pairs together with force_group_size=2)"
         )
-    log_ratio = tokens.sum_per_sequence(tokens.select(inputs.log_prob - inputs.fields["ref_log_prob"]))
+    # Two sums that are almost equal: rounded to float32, a long answer leaves little of their difference.
+    log_ratio = tokens.sum_per_sequence(tokens.select(inputs.log_prob - inputs.fields["ref_log_prob"]).double())
     chosen, rejected = log_ratio[::2], log_ratio[1::2]
     margin = beta * (chosen - rejected)
     losses = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(margin)

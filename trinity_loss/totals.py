@@ -194,6 +194,12 @@ def find_count(name: str) -> Count | PairCount | GroupCount:
     return _COUNTS[name]
 
 
+def counted_by(name: str) -> str:
+    """Who counts the count of that name: the engine, the trainer or our training worker."""
+    count = find_count(name)
+    return count.counted_by if isinstance(count, Count) else "worker"
+
+
 def count_names() -> tuple[str, ...]:
     """Names that a mode's ``total`` may have."""
     return tuple(_COUNTS)

@@ -20,9 +20,11 @@ from trinity_loss.totals import (
     Rows,
     attached_counts,
     count_names,
+    counted_by,
     find_count,
     find_groups,
     merge_groups,
+    read_totals,
 )
 
 
@@ -52,13 +54,12 @@ class Counting:
 
     def __init__(self) -> None:
         self._whole: dict[str, Groups] = {}
-        self._warned = False
+        self._warned_of: set[str] = set()
 
     def begin(self, data: TensorDict, config: LossConfig, dp_group: Any) -> None:
         """Looks at a training batch before it is split into mini-batches: how large its groups are."""
-        needed = needed_groups(config)
-        rows = read_rows(data, config) if needed else None
-        self._whole = {} if rows is None else _gather_groups(rows, needed, dp_group)[1]
+        if needed := needed_groups(config):
+            self._whole = _count(read_rows(data, config), needed, dp_group)[1]
 
     def attach(self, data: TensorDict, config: LossConfig, dp_group: Any) -> None:
         """Counts over the mini-batch and all ranks, in one collective, and attaches the counts to ``data``.
@@ -68,50 +69,50 @@ class Counting:
             config: What trains.
             dp_group: The ranks that hold the other rows; None where this rank holds all of them.
         """
-        rows, needed = read_rows(data, config), needed_groups(config)
-        groups: dict[str, Groups] = {}
-        if needed:
-            numbers, groups = _gather_groups(rows, needed, dp_group)
-            self._warn_of_partial_groups(groups)
-        else:
-            local = _local_counts(rows)
-            counts = torch.stack(list(local.values()))
-            if dp_group is not None:
-                counts = counts.to(get_device_id())
-                torch.distributed.all_reduce(counts, group=dp_group)
-            numbers = dict(zip(local, counts.tolist(), strict=True))
+        rows = read_rows(data, config)
+        numbers, groups = _count(rows, needed_groups(config), dp_group)
+        for name, total in read_totals(data).counts.items():
+            if numbers.get(name, 0) > total:
+                self._warn_once(
+                    name,
+                    f"{name} is {total}, but the mini-batch has {numbers[name]}: the loss is a sum over more than it "
+                    "divides by (look at who sets it)",
+                )
+        for name, found in groups.items():
+            whole = self._whole.get(name, {})
+            cut = sum(group.num_rows < whole[key].num_rows for key, group in found.items() if key in whole)
+            if cut:
+                self._warn_once(
+                    f"parts of {name}",
+                    f"{cut} of {len(found)} {name.removeprefix('batch_num_')} of this mini-batch are only a part of "
+                    "their group in the training batch; a mean over the group is over the part that is here",
+                )
         totals, per_row = attached_counts(rows, numbers, groups)
-        tu.assign_non_tensor(data, **totals)
+        tu.assign_non_tensor(data, **{name: totals[name] for name in totals if counted_by(name) == "worker"})
         for name, values in per_row.items():
             data[name] = values
 
-    def _warn_of_partial_groups(self, groups: dict[str, Groups]) -> None:
-        for name, whole in self._whole.items():
-            found = groups[name]
-            cut = sum(group.num_rows < whole[key].num_rows for key, group in found.items() if key in whole)
-            if cut and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{cut} of {len(found)} {name.removeprefix('batch_num_')} of this mini-batch are only a part of "
-                    "their group in the training batch; a mean over the group is over the part that is here",
-                    stacklevel=3,
-                )
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            warnings.warn(message, stacklevel=3)
 
 
-def _local_counts(rows: Rows) -> dict[str, torch.Tensor]:
-    counts = [find_count(name) for name in count_names()]
-    return {c.name: c.of_rows(rows) for c in counts if isinstance(c, Count) and c.counted_by == "worker"}
-
-
-def _gather_groups(rows: Rows, needed: list[GroupCount], dp_group: Any) -> tuple[dict[str, int], dict[str, Groups]]:
+def _count(rows: Rows, needed: list[GroupCount], dp_group: Any) -> tuple[dict[str, int], dict[str, Groups]]:
     """Counts and groups of all ranks, in one collective."""
-    local = (
-        {name: int(count) for name, count in _local_counts(rows).items()},
-        {count.name: find_groups(count, rows) for count in needed},
-    )
-    everyone: list[Any] = [local]
+    # The engine counts its own later.
+    counts = [count for count in map(find_count, count_names()) if isinstance(count, Count)]
+    local = {count.name: count.of_rows(rows) for count in counts if count.counted_by != "engine"}
+    if not needed:
+        numbers = torch.stack(list(local.values()))
+        if dp_group is not None:
+            numbers = numbers.to(get_device_id())
+            torch.distributed.all_reduce(numbers, group=dp_group)
+        return dict(zip(local, numbers.tolist(), strict=True)), {}
+    mine = ({name: int(number) for name, number in local.items()}, {c.name: find_groups(c, rows) for c in needed})
+    everyone: list[Any] = [mine]
     if dp_group is not None:
         everyone = [None] * torch.distributed.get_world_size(dp_group)
-        torch.distributed.all_gather_object(everyone, local, group=dp_group)
-    numbers = {name: sum(theirs[name] for theirs, _ in everyone) for name in local[0]}
-    return numbers, {name: merge_groups(groups[name] for _, groups in everyone) for name in local[1]}
+        torch.distributed.all_gather_object(everyone, mine, group=dp_group)
+    groups = {count.name: merge_groups(groups[count.name] for _, groups in everyone) for count in needed}
+    return {name: sum(theirs[name] for theirs, _ in everyone) for name in local}, groups

@@ -194,15 +194,17 @@ def reduce_over_ranks(metrics: dict[str, Any]) -> None:
     # Every micro-batch appends one value to every metric, and every rank has as many micro-batches.
     sizes = {key: [len(metric.values) for metric in value] for key, value in of_ranks.items()}
     whole = max(sizes.values(), key=sum, default=[0])
+    reduced: dict[str, Any] = {}
     for key, per_rank in of_ranks.items():
+        del metrics[key]
         if PREFIX in key and sizes[key] != whole:  # It failed somewhere, and a warning said so.
-            del metrics[key]
             continue
         if len({metric.aggregation for metric in per_rank}) > 1:
             raise ConfigError(f"metric {key!r} is reduced as {[m.aggregation.value for m in per_rank]} on the ranks")
-        metrics[key] = float(Metric.aggregate_dp(per_rank))
-    metrics["actor/micro_batches"] = whole[0]
-    finish_metrics(metrics)
+        reduced[key] = float(Metric.aggregate_dp(per_rank))
+    # verl's own numbers, which are none of these, stay as they are.
+    finish_metrics(reduced)
+    metrics |= reduced | {"actor/micro_batches": whole[0]}
 
 
 def make_training_worker(base: type[Any]) -> type[Any]:
