@@ -240,9 +240,16 @@ def _router_loss(config: Any) -> None:
     router = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
     config.engine_config.override_transformer_config.update(experts | router)
     moe_utils.te_general_gemm = None  # Megatron looks for it where there is no Transformer Engine, too.
-    # Nothing is copied beside what a CPU computes.
+    # Nothing is copied beside what a CPU computes; numbers of tokens are wanted as NumPy's, though.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda self, point, counts=None: counts
+
+    def on_host(self: Any, point: str, counts: Any = None) -> Any:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(getattr(self, name), torch.Tensor):
+                setattr(self, name, getattr(self, name).numpy())
+        return counts
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = on_host
     # The saved model has no experts: the weights stay as they are drawn.
     Bridge.load_weights = lambda *args, **kwargs: None
 
@@ -252,6 +259,54 @@ def _expert_bias(config: Any) -> None:
     _router_loss(config)
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.0}
     config.engine_config.override_transformer_config.update(bias | {"moe_router_load_balancing_type": "none"})
+
+
+def _experts_over_ranks(config: Any) -> None:
+    from mbridge.core import LLMBridge
+
+    _router_loss(config)
+    original = LLMBridge._build_base_config
+    # Before anything of override_transformer_config is known to it.
+    LLMBridge._build_base_config = lambda self, **kwargs: original(self, **kwargs | {"num_moe_experts": 4})
+    object.__setattr__(config.engine_config, "expert_model_parallel_size", 2)
+    config.engine_config.override_transformer_config["moe_aux_loss_coeff"] = 0.0
+
+
+def _experts(config: Any) -> None:
+    _router_loss(config)
+    config.engine_config.override_transformer_config["moe_aux_loss_coeff"] = 0.0
+
+
+def _offload(config: Any) -> None:
+    object.__setattr__(config.engine_config, "param_offload", True)
+    object.__setattr__(config.engine_config, "optimizer_offload", True)
+
+
+def _little_memory(worker: Any) -> None:
+    from trinity_loss.verl import audit
+
+    audit.psutil = type("psutil", (), {"virtual_memory": lambda: type("memory", (), {"available": 1000})})
+
+
+def _fails_in_a_pass(worker: Any, rank: int | None = None) -> None:
+    """The engine refuses the audit's micro-batches of one row, before or after it has begun."""
+    original, calls = worker.engine.forward_step, []
+
+    def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(micro_batch) == 1 and "audit_row" in set(micro_batch.keys()) and rank in (None, worker.rank):
+            calls.append(1)
+            if len(calls) % 4 == 2:
+                raise RuntimeError("no room at /home/me/x")
+        return original(micro_batch, *args, **kwargs)
+
+    worker.engine.forward_step = forward_step
+
+
+def _fails_on_one_rank(worker: Any) -> None:
+    from trinity_loss.verl import audit
+
+    audit._SECONDS = 5
+    _fails_in_a_pass(worker, 1)
 
 
 def _unwritable(worker: Any) -> None:
@@ -266,6 +321,12 @@ FAULTS = {
     "bf16 reduction": Fault(configure=_reduce_in_bf16),
     "router loss": Fault(configure=_router_loss),
     "expert bias": Fault(configure=_expert_bias),
+    "experts": Fault(configure=_experts),
+    "experts over ranks": Fault(configure=_experts_over_ranks),
+    "offload": Fault(configure=_offload),
+    "little memory": Fault(plant=_little_memory),
+    "engine error": Fault(plant=_fails_in_a_pass),
+    "engine error on one rank": Fault(plant=_fails_on_one_rank),
     "unwritable": Fault(plant=_unwritable),
     "no num_micro_batch": Fault(plant=_drop_num_micro_batch),
 }
@@ -280,10 +341,13 @@ def run_all(job: tuple[str, list[AuditRun]]) -> list[AuditResult]:
     importlib.import_module("verl.workers.engine")
     results: list[AuditResult] = []
     with tempfile.TemporaryDirectory() as folder:
-        save_tiny_model(f"{folder}/model", layers=2)
         for number, (_, group) in enumerate(groupby(runs, key=lambda r: (r.case.engine_options, r.fault, r.lr))):
             some = list(group)
-            run = partial(run_rank, some, engine, f"{folder}/model", f"{folder}/store{number}", f"{folder}/{number}")
+            layers = max(2, some[0].case.pipeline * (some[0].case.virtual_pipeline or 1))
+            save_tiny_model(f"{folder}/model{layers}", layers)
+            run = partial(
+                run_rank, some, engine, f"{folder}/model{layers}", f"{folder}/store{number}", f"{folder}/{number}"
+            )
             results += fork_ranks(run, some[0].case.world_size)
     return results
 

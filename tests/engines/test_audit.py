@@ -1,17 +1,24 @@
 """Audits in verl's real engines: faults are found and named, faultless runs are found faultless, nothing changes."""
 
+import math
 import os
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from audit_losses import OURS, fails_on_rank_one, local_mean, without_dp_size
 from audit_runs import AuditResult, AuditRun, audit_all
+from torch import nn
 
 from trinity_loss.invariance.audit_report import AuditReport
 from trinity_loss.verl.harness import BatchSpec, EngineCase
+from trinity_loss.verl.harness.engine_case import EngineError
+from trinity_loss.verl.harness.launch import fork_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -35,12 +42,22 @@ FSDP = {
     "bf16 reduction, two ranks": (
         AuditRun(replace(TWO, no_sync=False), "bf16 reduction"), "engine", "reduced or summed in bf16",
     ),
+    "faultless, not packed": (AuditRun(replace(ONE, packed=False)), "faultless", "rounding (float32)"),
+    "faultless, by tokens": (AuditRun(replace(TWO, max_tokens=64)), "faultless", "rounding (float32)"),
+    "faultless, offloaded": (AuditRun(TWO, "offload"), "faultless", "rounding (float32)"),
+    "faultless, hybrid": (AuditRun(replace(TWO, world_size=4, fsdp_size=2)), "faultless", "in all 3 passes"),
 }  # fmt: skip
 MEGATRON = {
     "faultless, bf16": (AuditRun(replace(ONE, dtype="bfloat16")), "faultless", "rounding (bfloat16)"),
     "faultless, data parallel": (AuditRun(replace(TWO, distributed_optimizer=True)), "faultless", "(float32)"),
     "faultless, pipeline": (AuditRun(replace(TWO, pipeline=2)), "faultless", "rounding (float32)"),
     "faultless, tensor": (AuditRun(replace(TWO, tensor=2)), "faultless", "rounding (float32)"),
+    "faultless, virtual pipeline": (
+        AuditRun(replace(TWO, pipeline=2, virtual_pipeline=2)),
+        "faultless",
+        "in all 4 passes",
+    ),
+    "faultless, experts over ranks": (AuditRun(TWO, "experts over ranks"), "faultless", "rounding (float32)"),
     "no num_micro_batch": (AuditRun(ONE, "no num_micro_batch"), "engine", "divides by the number of micro-batches"),
     "router": (AuditRun(ONE, "router loss"), "engine", "without the auxiliary loss of the router it is not"),
 }
@@ -95,7 +112,8 @@ def test_in_megatron(megatron, name):
 
 def test_all_layouts_have_the_same_gradient(fsdp, megatron):
     """Each element counts once, wherever and how often it is held."""
-    same = [fsdp["faultless"], fsdp["faultless, two ranks"]]
+    names = ("", ", two ranks", ", not packed", ", by tokens", ", offloaded", ", hybrid")
+    same = [fsdp[f"faultless{name}"] for name in names]
     same += [megatron[f"faultless, {layout}"] for layout in ("data parallel", "pipeline", "tensor")]
     groups = [next(iter(result.reports.values()))["runs"][0]["gradient"] for result in same]
     for found in groups[1:]:
@@ -106,6 +124,17 @@ def test_all_layouts_have_the_same_gradient(fsdp, megatron):
 
 def without_audit(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [{key: value for key, value in step.items() if not key.startswith("audit/")} for step in metrics]
+
+
+def test_what_cannot_be_made_is_left_out(fsdp, megatron):
+    def left_out(result: AuditResult) -> dict[str, str]:
+        return dict(result.reports[1]["left_out"])
+
+    hybrid = left_out(fsdp["faultless, hybrid"])
+    assert hybrid["half"] == "no smaller micro-batch holds the longest row"
+    assert hybrid["single"] == "every micro-batch is one row already"
+    # Megatron's schedule wants a multiple of the stages.
+    assert left_out(megatron["faultless, virtual pipeline"])["twice"].startswith("AssertionError: micro_batches")
 
 
 @pytest.mark.parametrize("engine", PAIRS)
@@ -120,9 +149,11 @@ def test_an_audit_changes_nothing(engine):
 
 
 def test_an_audit_that_fails_is_a_warning():
-    """A loss that fails on one rank, in the audit alone; a folder that cannot be made."""
-    runs = [AuditRun(TWO, shadow=fails_on_rank_one, steps=2), AuditRun(TWO, "unwritable"), AuditRun(TWO)]
-    one_rank, unwritable, plain = audit_all("fsdp", runs)
+    """A loss that fails on one rank, in the audit alone; a folder that cannot be made; a host without memory."""
+    named = [AuditRun(TWO, fault) for fault in ("unwritable", "little memory", "")]
+    one_rank, unwritable, little, plain = audit_all("fsdp", [AuditRun(TWO, shadow=fails_on_rank_one, steps=2), *named])
+    assert "bytes of host memory, 1000 are free" in little.warnings[0]
+    assert little.metrics == without_audit(plain.metrics)
     assert "training goes on: RuntimeError: the mini-batch as configured" in one_rank.warnings[0]
     assert len(one_rank.metrics) == 2
     assert "FileExistsError" in unwritable.warnings[0]
@@ -136,3 +167,70 @@ def test_the_text_for_an_issue_names_no_machine(fsdp):
         assert not re.search(r"(/\w+){2,}", text)
         assert socket.gethostname() not in text
         assert os.path.expanduser("~") not in text
+
+
+def test_an_engine_that_fails_in_a_pass_leaves_nothing_behind():
+    """What it had summed until then would be in the next gradient: it is computed until it is right again."""
+    failing, plain = audit_all("fsdp", [AuditRun(TWO, "engine error", **TRAINED), AuditRun(TWO, audited=(), **TRAINED)])
+    assert [name for name, _ in failing.reports[1]["left_out"]] == ["half", "single"]
+    assert failing.reports[1]["verdict"] == "faultless"
+    assert failing.state == plain.state
+    assert without_audit(failing.metrics) == plain.metrics
+
+
+def test_an_engine_that_fails_on_one_rank_ends_the_run():
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="EngineFailed: audit of step 1, half: RuntimeError: no room at"):
+        audit_all("fsdp", [AuditRun(TWO, "engine error on one rank")])
+    assert time.monotonic() - started < 120  # Of 5 s that a rank waits in this run, and as long as it takes to start.
+
+
+def flat_shares(use_orig_params: bool) -> dict[str, float]:
+    """FSDP1 on two ranks: the norm of each kind of parameter's gradient, and the same of the whole model."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from trinity_loss.verl.gradients import Comparison, gradient_shares, parameter_group
+
+    store = os.environ["AUDIT_STORE"]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(os.environ["RANK"]), world_size=2)
+    torch.manual_seed(0)
+    parts = {
+        "embed": nn.Linear(5, 7),
+        "self_attn": nn.Linear(7, 7),
+        "mlp": nn.Sequential(nn.Linear(7, 9)),
+        "norm": nn.LayerNorm(9),
+    }
+    whole = nn.Sequential()
+    for name, part in parts.items():
+        whole.add_module(name, part)
+    inputs = torch.randn(2, 4, 5)
+    whole(inputs.flatten(0, 1)).pow(3).sum().backward()
+    expected: dict[str, float] = {}
+    for name, parameter in whole.named_parameters():
+        kind = parameter_group(name)
+        expected[kind] = math.hypot(expected.get(kind, 0.0), float(parameter.grad.norm()))
+        parameter.grad = None
+    policy = ModuleWrapPolicy([nn.Sequential])
+    module = FullyShardedDataParallel(
+        whole, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    (module(inputs[dist.get_rank()]).pow(3).sum() * 2).backward()
+    engine = type("Engine", (), {"module": module})()
+    shares = gradient_shares(engine, dist.group.WORLD)
+    comparison = Comparison(sorted(expected))
+    for share in shares:
+        part = share.read()
+        comparison.add(share.group, part, part, share.weight)
+    found = {name: deviation.norm for name, deviation in comparison.over_ranks(dist.group.WORLD).items()}
+    return {name: found[name] / value for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_is_read_by_parameter(use_orig_params, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUDIT_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    ratios = fork_ranks(partial(flat_shares, use_orig_params), 2, "spawn")
+    assert sorted(ratios) == ["attention", "embedding", "mlp", "norms"]
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=1e-5)

@@ -68,9 +68,9 @@ def gradient_shares(engine: Any, group: Any) -> list[Share]:
     """
     if isinstance(engine.module, list):
         return [share for chunk in engine.module for share in _of_megatron(chunk)]
-    flat = FullyShardedDataParallel.fsdp_modules(engine.module)
+    flat = [(n, m) for n, m in engine.module.named_modules() if isinstance(m, FullyShardedDataParallel)]
     if flat:
-        return [share for module in flat for share in _of_flat_parameter(module)]
+        return [share for name, module in flat for share in _of_flat_parameter(name, module)]
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     held = torch.tensor([_local(p).numel() for _, p in named], dtype=torch.float64)
     everywhere = held.clone()
@@ -90,7 +90,7 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().flatten()
 
 
-def _of_flat_parameter(module: Any) -> Iterator[Share]:
+def _of_flat_parameter(prefix: str, module: Any) -> Iterator[Share]:
     handle, world = module._handle, torch.distributed.get_world_size()
     if handle is None:
         return
@@ -100,7 +100,7 @@ def _of_flat_parameter(module: Any) -> Iterator[Share]:
         if info.in_shard and flat.requires_grad:
             part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
             read = lambda part=part: None if flat.grad is None else flat.grad.flatten()[part]  # noqa: E731
-            yield Share(name, info.numel_in_shard, ranks / world, read)
+            yield Share(f"{prefix}.{name}", info.numel_in_shard, ranks / world, read)
 
 
 def _of_megatron(chunk: Any) -> Iterator[Share]:
