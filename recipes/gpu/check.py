@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.bench import Options, bench
+from trinity_loss.invariance.audit_report import load_audit
 from trinity_loss.tables import print_table
 from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineResult, run_cases
 
@@ -115,10 +117,8 @@ def train(recipe: str) -> Callable[[str, float], tuple[bool, str]]:
     """Return a check that trains one step of a recipe with vLLM, with verl's loss and ours beside it."""
 
     def run(device: Any, seconds: float) -> tuple[bool, str]:
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(RECIPES), "--config-name", recipe]
-        command += ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-        command += ["+actor_rollout_ref.actor.policy_loss.shadow=true", "data.train_batch_size=64"]
-        done = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
+        asked = ["trainer.total_training_steps=1", "data.train_batch_size=64"]
+        done = main_ppo(recipe, [*asked, "+actor_rollout_ref.actor.policy_loss.shadow=true"], seconds)
         steps = [line for line in done.stdout.splitlines() if "shadow/grad_norm_ratio" in line]
         wanted = ("actor/loss", "shadow/loss", "shadow/grad_norm_ratio", "shadow/grad_cosine")
         shown = [part.strip() for part in (steps or [""])[-1].split(" - ") if part.strip().startswith(wanted)]
@@ -127,8 +127,34 @@ def train(recipe: str) -> Callable[[str, float], tuple[bool, str]]:
     return run
 
 
+def audited(recipe: str, *overrides: str) -> Callable[[str, float], tuple[bool, str]]:
+    """Return a check that trains two steps of a recipe with vLLM and audits both: neither loss nor engine at fault."""
+
+    def run(device: Any, seconds: float) -> tuple[bool, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            asked = ["+actor_rollout_ref.actor.policy_loss.audit_steps=[1,2]", "data.train_batch_size=64", *overrides]
+            asked += [f"+actor_rollout_ref.actor.policy_loss.audit_dir={folder}", "trainer.total_training_steps=2"]
+            done = main_ppo(recipe, asked, seconds)
+            reports = [load_audit(path) for path in sorted(Path(folder).glob("audit-step-*.json"))]
+        for report in reports:
+            print(f"{recipe}, {report}\n", flush=True)
+        passed = done.returncode == 0 and len(reports) == 2
+        passed &= all(report.verdict in ("faultless", "model") for report in reports)
+        return passed, "; ".join(report.sentence for report in reports) or done.stderr[-300:]
+
+    return run
+
+
+def main_ppo(recipe: str, overrides: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
+    """Train some steps of a recipe, without validation and checkpoints."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(RECIPES), "--config-name", recipe]
+    command += ["trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]
+    return subprocess.run(command, timeout=seconds, capture_output=True, text=True)
+
+
 MEGATRON = ("megatron.core", "mbridge")
 TE = "transformer_engine"
+GSM8K = Path("~/data/gsm8k/train.parquet").expanduser()
 BF16 = {"dtype": "bfloat16"}
 CHECKS = (
     Check("bench on the device", speed, cpu=True),
@@ -163,13 +189,15 @@ CHECKS = (
         2,
         (*MEGATRON, TE),
     ),
+    Check("fsdp_grpo.yaml with vLLM, two steps audited", audited("fsdp_grpo"), 2, ("vllm",), file=GSM8K),
     Check(
-        "fsdp_grpo.yaml with vLLM, one step",
-        train("fsdp_grpo"),
+        "megatron_grpo.yaml with vLLM, two steps audited",
+        audited("megatron_grpo", "trainer.n_gpus_per_node=2"),
         2,
-        ("vllm",),
-        file=Path("~/data/gsm8k/train.parquet").expanduser(),
+        ("vllm", TE, *MEGATRON),
+        file=GSM8K,
     ),
+    Check("fsdp_grpo.yaml with vLLM, one step in shadow mode", train("fsdp_grpo"), 2, ("vllm",), file=GSM8K),
 )
 
 
