@@ -17,8 +17,6 @@ NAN, INF = float("nan"), float("inf")
     ("settings", "named"),
     [
         ({"loss_mode": "ppoo"}, r"'ppoo'.*expected one of ppo, vanilla, gspo"),
-        ({"loss_mode": "clip_cov"}, "clip_cov.*depends on the cut"),
-        ({"loss_mode": "kl_cov"}, "kl_cov.*depends on the cut"),
         ({"loss_mode": "no_such_package.module:loss"}, "no_such_package"),
         ({"loss_mode": "math:no_such_loss"}, "no_such_loss"),
         ({"loss_agg_mode": "token_mean"}, r"'token_mean'.*token-mean, token-sum"),
@@ -44,7 +42,6 @@ NAN, INF = float("nan"), float("inf")
         ({"loss_mode": "dro"}, "needs loss_args dro_beta"),
         ({"loss_mode": "topr", "loss_args": {"advantage_threshold": NAN}}, "advantage_threshold"),
         ({"loss_mode": "rec", "loss_args": {"clip_mode": "both"}}, r"'both'.*one of none, one-side"),
-        ({"loss_mode": "bypass_mode", "loss_args": {"rollout_is_batch_normalize": True}}, "is not known while"),
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": "token_k9"}}, "token_k9"),
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": "token_k1"}}, "rollout_rs_threshold is None"),
         ({"loss_mode": "bypass_mode", "loss_args": {"rollout_rs": ["token_k1"]}}, "rollout_rs.*null or a name"),

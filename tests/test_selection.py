@@ -168,7 +168,7 @@ def test_dro_takes_verls_beta():
     ("override", "named"),
     [
         ("actor_rollout_ref.actor.policy_loss.loss_mode=ppoo", "ppoo"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "selects tokens"),
+        ("+actor_rollout_ref.actor.policy_loss.top_entropy_quantile=0", "top_entropy_quantile is 0"),
         ("+actor_rollout_ref.actor.policy_loss.loss_agg_mode=prompt_mean", "prompt_mean"),
         ("+actor_rollout_ref.actor.policy_loss.record_steps=[1]", "record_dir"),
     ],

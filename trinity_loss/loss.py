@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch
 from trinity_loss.row_values import MicroBatchData
+from trinity_loss.selection import Ranks, token_numbers
 from trinity_loss.sequence_groups import find_local_groups, read_attached_groups
 from trinity_loss.token_losses import Term, TokenLosses
 from trinity_loss.tokens import ResponseTokens
@@ -131,11 +132,39 @@ class TrinityPolicyLoss:
             before = batch.tokens.num_tokens
             batch, bad = batch.without_nonfinite(n for n in (*batch.sources, *names) if n not in may_be_nonfinite)
             metrics.add_ratio("actor/nonfinite_frac", Ratio(bad.sum(), before), VALID_TOKENS)
-        batch = batch.load(names)
+        batch = self._with_fields_over_mini_batch(batch.load(names))
         # One number that is not finite makes the sum so; which one it was is asked then.
         metrics.checks["fields"] = batch.total
         metrics.checks |= {f"fault {number}": fault.found for number, fault in enumerate(batch.faults)}
         return batch
+
+    @property
+    def over_mini_batch(self) -> tuple[str, ...]:
+        """Names of the fields that are made of all tokens of a mini-batch before it is trained on."""
+        return self._token_losses.over_mini_batch
+
+    def mini_batch_fields(self, batch: MicroBatch, numbers: Tensor, ranks: Ranks) -> dict[str, Tensor]:
+        """The fields of :attr:`over_mini_batch`, such as which tokens are selected.
+
+        Args:
+            batch: This rank's rows of the mini-batch.
+            numbers: A number for each token [N], see :func:`trinity_loss.selection.token_numbers`.
+            ranks: Who holds the other rows.
+
+        Returns:
+            Values [N] by the names under which the micro-batches have to have them.
+        """
+        names = [name for name in self._token_losses.fields(batch) if name not in self.over_mini_batch]
+        return self._token_losses.make_over_mini_batch(batch.load(names), numbers, ranks)
+
+    def _with_fields_over_mini_batch(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with fields over the mini-batch; those that were not sent are made of the batch by itself."""
+        missing = [name for name in self.over_mini_batch if name not in batch.values]
+        if not missing:
+            return batch
+        tokens = batch.tokens
+        made = self._token_losses.make_over_mini_batch(batch, token_numbers(tokens.sequence, tokens.places), Ranks())
+        return replace(batch, values={**batch.values, **{name: made[name] for name in missing}})
 
     def _with_groups(self, batch: MicroBatch, count: GroupCount, mode: str) -> MicroBatch:
         """The micro-batch with the groups that a mode divides by; here those of the batch by itself."""
@@ -221,6 +250,15 @@ class EnginePolicyLoss(TrinityPolicyLoss):
         if batch.totals.get(VALID_TOKENS) is None:
             metrics.checks |= {"loss tokens": batch.num_loss_tokens, "sequences": batch.tokens.num_sequences}
         return batch
+
+    def _with_fields_over_mini_batch(self, batch: MicroBatch) -> MicroBatch:
+        missing = [name for name in self.over_mini_batch if name not in batch.values]
+        if missing and batch.totals:
+            raise MissingFieldError(
+                f"the micro-batch has no {missing[0]!r}, which is made of all tokens of the mini-batch before it is "
+                "trained on; trinity_loss.verl.PolicyLossConfig attaches it"
+            )
+        return super()._with_fields_over_mini_batch(batch)
 
     def _with_groups(self, batch: MicroBatch, count: GroupCount, mode: str) -> MicroBatch:
         return read_attached_groups(batch, count, mode) or super()._with_groups(batch, count, mode)

@@ -10,13 +10,27 @@ from typing import Any
 import torch
 
 import trinity_loss.policy
-import trinity_loss.rollout_correction  # noqa: F401  (both register their losses)
+import trinity_loss.rollout_correction
+import trinity_loss.selecting_losses  # noqa: F401  (all three register their losses)
 from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
 from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
-from trinity_loss.registry import PolicyLoss, get_policy_loss
-from trinity_loss.rules import BOOLEAN, NOT_NEGATIVE, NUMBER, POSITIVE, TEXT, Rule, check, number, one_of, optional
+from trinity_loss.registry import OverMiniBatch, PolicyLoss, get_policy_loss
+from trinity_loss.rules import (
+    BOOLEAN,
+    COUNT,
+    NOT_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    Rule,
+    check,
+    number,
+    one_of,
+    optional,
+)
 from trinity_loss.trial import check_metrics, trial_tokens, try_mode, try_policy_loss
 
 #: What each field must be, beside what other fields and the loss ask for.
@@ -34,6 +48,9 @@ RULES: dict[str, Rule] = {
     "kl_loss_coef": NUMBER,
     "kl_loss_type": one_of(*KL_TYPES),
     "kl_agg_mode": optional(TEXT),
+    "top_entropy_quantile": SHARE,
+    "selection_pass": one_of("forward", "old_log_probs"),
+    "selection_seed": COUNT,
     "count_empty_sequences": BOOLEAN,
     "count_padding_rows": BOOLEAN,
     "count_rejected_tokens": BOOLEAN,
@@ -86,6 +103,11 @@ class LossConfig:
         kl_loss_coef: Its weight.
         kl_loss_type: Its estimator, see :data:`trinity_loss.kl.KL_TYPES`.
         kl_agg_mode: Aggregation mode of the KL term; None: ``loss_agg_mode``.
+        top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that weigh 1 in the policy
+            loss; the others weigh 0 there, and denominators stay.
+        selection_pass: Where the log-probs come from that tokens of the mini-batch are chosen by: ``forward``, a pass
+            before it is trained on, or ``old_log_probs``, which are those of the policy until it moves.
+        selection_seed: Changes all random choices among tokens.
         count_empty_sequences: Whether fully masked sequences count in a mean over sequences (verl: yes).
         count_padding_rows: Whether the synthetic rows of verl's v1 trainer count in it (verl: yes).
         count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection (verl v1: yes).
@@ -119,6 +141,9 @@ class LossConfig:
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
     kl_agg_mode: str | None = None
+    top_entropy_quantile: float = 1.0
+    selection_pass: str = "forward"
+    selection_seed: int = 0
     count_empty_sequences: bool = True
     count_padding_rows: bool = True
     count_rejected_tokens: bool = True
@@ -136,8 +161,28 @@ class LossConfig:
             raise ConfigError(_REJECTS)
         object.__setattr__(self, "loss_args", dict(self.loss_args))
         self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
+        self._check_selection()
         with torch.inference_mode(False):
             self._try()
+
+    def _check_selection(self) -> None:
+        """Whether what is chosen among the tokens of the mini-batch can be."""
+        names = (*self.over_mini_batch, *(["top_entropy_quantile"] if self.top_entropy_quantile < 1 else []))
+        if names and self.nonfinite == "neutral":
+            raise ConfigError(
+                f"nonfinite is 'neutral', but {names[0]} is made of all tokens of the mini-batch beforehand, and a NaN "
+                "among them is found later; expected 'error'"
+            )
+        if self.selection_pass == "old_log_probs":
+            if self.top_entropy_quantile < 1:
+                raise ConfigError("selection_pass is 'old_log_probs', which have no entropy; expected 'forward'")
+            if "rollout_is_scale" in self.over_mini_batch:
+                raise ConfigError("selection_pass is 'old_log_probs', here those of the rollout; expected 'forward'")
+        if self.policy_loss.mode is not None and self.top_entropy_quantile < 1:
+            raise ConfigError(
+                f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_mode {self.loss_mode!r} is not one loss"
+                " per token"
+            )
 
     def _try(self) -> None:
         """Calls the loss and the modes on two sequences, which finds what no field shows."""
@@ -171,6 +216,11 @@ class LossConfig:
         low, high = self.clip_range
         given = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": self.clip_ratio_c}
         return {k: v for k, v in given.items() if k in self.policy_loss.arguments} | dict(self.loss_args)
+
+    @property
+    def over_mini_batch(self) -> dict[str, OverMiniBatch]:
+        """Fields of the policy loss that are made of all tokens of the mini-batch."""
+        return self.policy_loss.needed_over_mini_batch(self.policy_arguments)
 
     @property
     def aggregation_modes(self) -> dict[str, AggregationMode]:

@@ -210,6 +210,22 @@ def read_micro_batch(
     )
 
 
+def read_responses(data: MicroBatchData, name: str) -> MicroBatch:
+    """The response tokens of a batch, with a field of it in the place of the policy's log-probs.
+
+    Args:
+        data: A batch as of :func:`read_micro_batch`.
+        name: The field, aligned to the response tokens.
+    """
+    mask, values = get_value(data, "response_mask"), get_value(data, name)
+    for key, value in (("response_mask", mask), (name, values)):
+        if value is None:
+            raise MissingFieldError(f"the batch has no {key!r}")
+        _check_tensor(key, value)
+    tokens, shape = _read_tokens(mask, data)
+    return MicroBatch(data, tokens, Source.of(values, None), None, read_totals(data), shape)
+
+
 def _read_tokens(mask: Any, data: MicroBatchData) -> tuple[ResponseTokens, torch.Size | None]:
     """The response tokens, and the shape of a dense mask."""
     if is_jagged(mask):

@@ -25,6 +25,7 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.rules import BOOLEAN, NUMBER, TEXT, Rule, check
+from trinity_loss.selection import Ranks
 from trinity_loss.tokens import ResponseTokens, as_numbers
 
 #: Arguments that LossConfig has a field of its own for.
@@ -89,6 +90,27 @@ PolicyLossFn = Callable[..., TokenLoss | Tensor]
 
 
 @dataclass(frozen=True)
+class OverMiniBatch:
+    """A field of a loss that no micro-batch can make, since it depends on all tokens of the mini-batch.
+
+    Attributes:
+        of: Makes it, once per mini-batch, on every rank: given the :class:`PolicyInputs` of the rank's rows, a number
+            [N] for each token (:func:`trinity_loss.selection.token_numbers`), the
+            :class:`trinity_loss.selection.Ranks` that hold the other rows and, by name, those arguments of the loss
+            that it takes, it returns values [N].
+        needed: Whether the loss reads it, given the loss's arguments.
+    """
+
+    of: Callable[..., Tensor]
+    needed: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+
+    def make(self, inputs: PolicyInputs, numbers: Tensor, ranks: Ranks, arguments: Mapping[str, Any]) -> Tensor:
+        """The field [N] of this rank's tokens."""
+        taken = [p.name for p in inspect.signature(self.of).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return self.of(inputs, numbers, ranks, **{name: arguments[name] for name in taken})
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
     """A registered loss.
 
@@ -103,6 +125,7 @@ class PolicyLoss:
         mode: Its own aggregation, for a loss that is not one value per token; None: ``loss_agg_mode``.
         arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
             where one must be given).
+        over_mini_batch: Fields that are made of the whole mini-batch before it is trained on, by name.
     """
 
     fn: PolicyLossFn
@@ -114,6 +137,7 @@ class PolicyLoss:
     validate: Callable[[Mapping[str, Any]], None] | None = None
     mode: AggregationMode | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    over_mini_batch: Mapping[str, OverMiniBatch] = field(default_factory=dict)
 
     def check_arguments(self, loss_mode: str, given: Mapping[str, Any]) -> None:
         """Raises :class:`ConfigError` where ``loss_args`` has unknown names, lacks one or breaks a rule."""
@@ -131,6 +155,11 @@ class PolicyLoss:
             raise ConfigError(f"loss_mode {loss_mode!r} needs loss_args {', '.join(missing)}")
         if self.validate is not None:
             self.validate(given)
+
+    def needed_over_mini_batch(self, arguments: Mapping[str, Any]) -> dict[str, OverMiniBatch]:
+        """Those fields over the mini-batch that it reads, given its arguments."""
+        complete = {**self.arguments, **arguments}
+        return {name: field for name, field in self.over_mini_batch.items() if field.needed(complete)}
 
     def __call__(self, inputs: PolicyInputs, **arguments: Any) -> TokenLoss:
         """What the function returns, in tensors of the inputs' dtype.
@@ -203,12 +232,6 @@ def _rule_of(default: Any, value: Any) -> Rule | None:
 
 _LOSSES: dict[str, PolicyLoss] = {}
 
-_SELECTS = (
-    "it selects tokens by their covariance among all tokens of the batch, and a micro-batch is not the batch: which "
-    "tokens are selected, and how many, depends on the cut"
-)
-_REFUSED = {"clip_cov": _SELECTS, "kl_cov": _SELECTS}
-
 
 def register_policy_loss(
     *names: str,
@@ -219,6 +242,7 @@ def register_policy_loss(
     rules: Mapping[str, Rule] | None = None,
     validate: Callable[[Mapping[str, Any]], None] | None = None,
     mode: AggregationMode | None = None,
+    over_mini_batch: Mapping[str, OverMiniBatch] | None = None,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
 
@@ -234,6 +258,7 @@ def register_policy_loss(
         rules: What its arguments must be, checked when a configuration is made.
         validate: Called with the given arguments then; raises where they do not fit each other.
         mode: Its own aggregation, for a loss that is not one value per token.
+        over_mini_batch: Fields that are made of the whole mini-batch, by name, such as which tokens it selects.
 
     Raises:
         ConfigError: A name is taken.
@@ -249,7 +274,16 @@ def register_policy_loss(
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
         loss = PolicyLoss(
-            fn, fields, analytic, weighs_itself, rejects, rules or {}, validate, mode, _keyword_arguments(fn, names[0])
+            fn=fn,
+            fields=fields,
+            analytic=analytic,
+            weighs_itself=weighs_itself,
+            rejects=rejects,
+            rules=rules or {},
+            validate=validate,
+            mode=mode,
+            arguments=_keyword_arguments(fn, names[0]),
+            over_mini_batch=over_mini_batch or {},
         )
         for name in names:
             if name in _LOSSES:
@@ -298,8 +332,6 @@ def get_policy_loss(loss_mode: str) -> PolicyLoss:
     Raises:
         ConfigError: Unknown name, or nothing importable at the path.
     """
-    if loss_mode in _REFUSED:
-        raise ConfigError(f"loss_mode {loss_mode!r} is refused: {_REFUSED[loss_mode]}")
     if loss_mode in _LOSSES:
         return _LOSSES[loss_mode]
     if ":" in loss_mode:

@@ -19,10 +19,12 @@ from trinity_loss.importance_sampling import add_offpolicy_metrics, add_weight_m
 from trinity_loss.log_ratio import LogRatio, limited
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.policy import ppo
-from trinity_loss.registry import PolicyInputs, TokenLoss, register_policy_loss
-from trinity_loss.rules import TEXT, Rule, one_of, optional
+from trinity_loss.registry import OverMiniBatch, PolicyInputs, TokenLoss, register_policy_loss
+from trinity_loss.rules import BOOLEAN, TEXT, Rule, one_of, optional
+from trinity_loss.selection import Ranks
 
 _PREFIX = "rollout_corr/"
+_LEAST_MEAN = 1e-8  # verl leaves weights alone whose mean is smaller
 _STATISTICS = tuple(
     f"{of}_{k}"
     for of in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -139,6 +141,33 @@ def _is_parsed(parse: Any) -> Any:
     return holds
 
 
+#: The field that scales the weights so that they are 1 on average over the mini-batch.
+_SCALE = "rollout_is_scale"
+
+
+def _weights(log_ratio: LogRatio, level: str, upper: float, lower: float | None) -> tuple[Tensor, Tensor]:
+    """Weights [N] as they are applied, and 1.0 where they are within bounds."""
+    raw = log_ratio.weights(level)
+    if lower is None:
+        return raw.clamp(max=upper), torch.ones_like(raw)
+    inside = ((raw >= lower) & (raw <= upper)).to(raw.dtype)
+    return raw * inside, inside
+
+
+def _scale(
+    inputs: PolicyInputs, numbers: Tensor, ranks: Ranks, *, rollout_is: str, rollout_is_threshold: str | float
+) -> Tensor:
+    """One over the mean weight of the mini-batch's tokens, or of its sequences that have any."""
+    log_ratio = LogRatio(inputs.tokens, inputs.log_prob.detach() - inputs.old_log_prob)
+    weights, _ = _weights(log_ratio, rollout_is, *parse_weight_threshold(rollout_is_threshold))
+    counted = log_ratio.token_weights
+    if rollout_is == "sequence":
+        weights, counted = inputs.tokens.mean_per_sequence(weights), log_ratio.nonempty.to(weights.dtype)
+    total, count = ranks.total((weights.double() * counted).sum(), counted.double().sum())
+    mean = total / count if count else 0.0
+    return torch.full_like(inputs.log_prob, 1 / mean if mean > _LEAST_MEAN else 1.0)
+
+
 @register_policy_loss(
     "bypass_mode",
     analytic=True,
@@ -149,10 +178,10 @@ def _is_parsed(parse: Any) -> Any:
         "rollout_is": one_of(None, "token", "sequence"),
         "rollout_rs": optional(TEXT),
         "rollout_is_threshold": Rule(_is_parsed(parse_weight_threshold), "a number above 0, or 'lower_upper'"),
-        "rollout_is_batch_normalize": Rule(
-            lambda value: value is False,
-            "false: the mean weight of the whole mini-batch is not known while its first micro-batch is computed",
-        ),
+        "rollout_is_batch_normalize": BOOLEAN,
+    },
+    over_mini_batch={
+        _SCALE: OverMiniBatch(_scale, lambda given: given["rollout_is_batch_normalize"] and bool(given["rollout_is"]))
     },
     validate=_validate,
 )
@@ -178,9 +207,8 @@ def bypass_mode(
     weights = None
     upper, lower = parse_weight_threshold(rollout_is_threshold)
     if rollout_is is not None:
-        raw = log_ratio.weights(rollout_is)
-        inside = torch.ones_like(raw) if lower is None else ((raw >= lower) & (raw <= upper)).to(raw.dtype)
-        weights = raw.clamp(max=upper) if lower is None else raw * inside
+        weights, inside = _weights(log_ratio, rollout_is, upper, lower)
+    scale = inputs.fields[_SCALE] if rollout_is_batch_normalize and weights is not None else None
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
     kept = torch.ones_like(inputs.log_prob)
     statistics = []
@@ -206,12 +234,13 @@ def bypass_mode(
         base = ppo(inputs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
     else:
         derivative = -inputs.advantages if weights is None else -inputs.advantages * weights
+        derivative = derivative if scale is None else derivative * scale
         base = TokenLoss(derivative * inputs.log_prob, derivative, means={"actor/ppo_kl": -log_ratio.values})
     assert isinstance(base, TokenLoss)
     return TokenLoss(
         base.values,
         base.derivative,
-        means=base.means,
+        means=base.means if scale is None else {**base.means, f"{_PREFIX}rollout_is_batch_norm_factor": 1 / scale},
         maxima=base.maxima,
         minima=base.minima,
         kept=kept if rejections else None,

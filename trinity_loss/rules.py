@@ -36,6 +36,7 @@ def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
 NUMBER = Rule(_is_number, "a finite number")
 POSITIVE = number("a finite number above 0", lambda value: value > 0)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda value: value >= 0)
+SHARE = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 COUNT = number("a whole number, 0 or more", lambda value: isinstance(value, int | Integral) and int(value) >= 0)
 BOOLEAN = Rule(lambda value: isinstance(value, bool), "true or false")
 TEXT = Rule(lambda value: isinstance(value, str) and bool(value), "a name")

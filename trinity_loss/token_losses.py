@@ -17,8 +17,13 @@ from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import MicroBatch
 from trinity_loss.registry import PolicyInputs, TokenLoss
+from trinity_loss.selecting_losses import high_entropy_tokens
+from trinity_loss.selection import Ranks
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import VALID_TOKENS
+
+#: The field that says which tokens have the highest entropy of the mini-batch.
+_HIGH_ENTROPY = "high_entropy_tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +72,7 @@ class TokenLosses:
         self.modes = config.aggregation_modes
         self._policy_loss = config.policy_loss
         self._policy_arguments = config.policy_arguments
+        self._over_mini_batch = config.over_mini_batch
         neutral = config.nonfinite == "neutral"
         self.may_be_nonfinite = {"rollout_log_probs"} - set(self._policy_loss.fields) if neutral else set()
 
@@ -74,10 +80,28 @@ class TokenLosses:
         """Names of the fields that are read."""
         names = [*self._policy_loss.fields]
         names += [name for name in ("rollout_is_weights",) if batch.has(name)]
+        names += [name for name in self.over_mini_batch if batch.has(name)]
         names += ["ref_log_prob"] if self.config.use_kl_loss else []
         if self.config.rollout_metrics is not None:
             names += ["old_log_probs", "rollout_log_probs"]
         return list(dict.fromkeys(names))
+
+    @property
+    def over_mini_batch(self) -> tuple[str, ...]:
+        """Names of the fields that are made of all tokens of the mini-batch."""
+        highest = (_HIGH_ENTROPY,) if self.config.top_entropy_quantile < 1 else ()
+        return (*self._over_mini_batch, *highest)
+
+    def make_over_mini_batch(self, batch: MicroBatch, numbers: Tensor, ranks: Ranks) -> dict[str, Tensor]:
+        """These fields [N] for a rank's rows of the mini-batch, whose other fields are loaded."""
+        loss, values = self._policy_loss, batch.values
+        inputs = PolicyInputs(batch.tokens, values["log_probs"], {name: values[name] for name in loss.fields})
+        arguments = {**loss.arguments, **self._policy_arguments}
+        fields = {name: of.make(inputs, numbers, ranks, arguments) for name, of in self._over_mini_batch.items()}
+        share = self.config.top_entropy_quantile
+        if share < 1:
+            fields[_HIGH_ENTROPY] = high_entropy_tokens(inputs, values["entropy"], numbers, ranks, share)
+        return fields
 
     def terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
         """The terms of a micro-batch whose fields are loaded, and their metrics."""
@@ -97,9 +121,12 @@ class TokenLosses:
 
     def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
         loss, tokens = self._policy_loss, batch.tokens
-        fields = {name: batch.values[name] for name in loss.fields}
+        fields = {name: batch.values[name] for name in (*loss.fields, *self._over_mini_batch)}
         weights = batch.values.get("rollout_is_weights")
         factor = None if loss.weighs_itself else weights
+        highest = batch.values.get(_HIGH_ENTROPY)
+        if highest is not None:
+            factor = highest if factor is None else factor * highest
 
         def compute(log_prob: Tensor) -> tuple[Tensor, TokenLoss]:
             result = loss(PolicyInputs(tokens, log_prob, fields, weights), **self._policy_arguments)

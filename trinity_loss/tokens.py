@@ -193,6 +193,12 @@ class ResponseTokens:
         """int64 [N]: the slot of each token."""
         return self._once("sequence", self._find_sequence) if self.labels is None else self.labels
 
+    @property
+    def places(self) -> Tensor:
+        """int64 [N]: the place of each token in its sequence; of packed rows that in all of them."""
+        flat = torch.arange(self.size, device=self.mask.device)
+        return flat if self.offsets is None else flat - self.offsets[self.sequence]
+
     def _find_sequence(self) -> Tensor:
         slots = torch.arange(self.num_slots, device=self.mask.device)
         return torch.repeat_interleave(slots, self.lengths, output_size=self.size)

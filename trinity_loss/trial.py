@@ -16,6 +16,7 @@ from trinity_loss.aggregation import AggregationMode
 from trinity_loss.errors import ConfigError
 from trinity_loss.metric_set import MetricSet, check_metric_name
 from trinity_loss.registry import PolicyInputs, PolicyLoss, TokenLoss
+from trinity_loss.selection import Ranks
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import GroupCount, count_names, find_count
 
@@ -43,7 +44,7 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
             numbers that are not finite.
     """
     for tokens in _sequences(1 if loss.mode is None else loss.mode.group_size):
-        inputs = _inputs(tokens, loss)
+        inputs = _inputs(tokens, loss, arguments)
         known = _tensors(inputs)
         before = {name: tensor.detach().clone() for name, tensor in known.items()}
         try:
@@ -151,7 +152,7 @@ def _sequences(group_size: int) -> Iterator[ResponseTokens]:
     yield ResponseTokens.from_jagged(mask, offsets)
 
 
-def _inputs(tokens: ResponseTokens, loss: PolicyLoss) -> PolicyInputs:
+def _inputs(tokens: ResponseTokens, loss: PolicyLoss, arguments: Mapping[str, Any]) -> PolicyInputs:
     weights = tokens.indicator(torch.float32)
     steps = torch.arange(tokens.size) % 3
     fields = {name: weights.clone() for name in loss.fields}
@@ -168,7 +169,11 @@ def _inputs(tokens: ResponseTokens, loss: PolicyLoss) -> PolicyInputs:
     log_prob = (-0.9 - 0.2 * steps) * weights
     if not loss.analytic:
         log_prob.requires_grad_()
-    return PolicyInputs(tokens, log_prob, fields, weights.clone() if bool(tokens.counts.all()) else None)
+    inputs = PolicyInputs(tokens, log_prob, fields, weights.clone() if bool(tokens.counts.all()) else None)
+    complete, numbers = {**loss.arguments, **arguments}, torch.arange(tokens.size)
+    for name, made in loss.needed_over_mini_batch(arguments).items():
+        fields[name] = made.make(inputs, numbers, Ranks(), complete)
+    return inputs
 
 
 def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:

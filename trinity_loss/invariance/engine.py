@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,9 @@ from trinity_loss.errors import TrinityLossError
 from trinity_loss.invariance.cuts import Cut, Layout
 from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.loss import TrinityPolicyLoss
+from trinity_loss.micro_batch import read_micro_batch
+from trinity_loss.selection import Ranks, token_numbers
 
 #: A callable of verl's engine contract.
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
@@ -156,6 +160,18 @@ def _seeded(seed: int) -> Iterator[None]:
             random.setstate(pythons)
 
 
+@lru_cache(maxsize=64)
+def with_fields_over_mini_batch(loss_fn: LossFn, batch: MiniBatch) -> MiniBatch:
+    """The mini-batch with the fields that our training worker makes of all of it before it is trained on."""
+    if not isinstance(loss_fn, TrinityPolicyLoss) or not loss_fn.over_mini_batch:
+        return batch
+    micro = build(batch, range(batch.num_sequences), "nested", None)
+    with torch.no_grad():
+        whole = read_micro_batch(micro.model_output(batch.log_probs, batch.entropy), micro.with_totals({}, True))
+        numbers = token_numbers(whole.tokens.sequence, whole.tokens.places)
+        return batch.with_fields(**loss_fn.mini_batch_fields(whole, numbers, Ranks()))
+
+
 def run(
     loss_fn: LossFn,
     batch: MiniBatch,
@@ -184,6 +200,8 @@ def run(
         ContractError: The loss returned something else than a scalar and a dictionary.
         Exception: Whatever the loss raises.
     """
+    if worker:
+        batch = with_fields_over_mini_batch(loss_fn, batch)
     log_probs = batch.log_probs.detach().clone().requires_grad_()
     entropy = None if batch.entropy is None else batch.entropy.detach().clone().requires_grad_()
     ranks = len(cut.ranks)

@@ -40,7 +40,7 @@ _MODES = ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode")
 
 #: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
 _ACTOR_ARGUMENTS = ("tau_pos", "tau_neg")
-_POLICY_LOSS_ARGUMENTS = ("dro_beta",)
+_POLICY_LOSS_ARGUMENTS = ("dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 #: Options of the bypass mode; where a mapping does not name one, verl's loss takes these.
 _CORRECTION: dict[str, Any] = {
     "loss_type": "ppo_clip",
@@ -66,6 +66,10 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         entropy_agg_mode: Mode of the entropy term; None: that of the loss.
         kl_agg_mode: Mode of the KL term; None: that of the loss.
         loss_args: Arguments that only this ``loss_mode`` takes.
+        top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that the policy loss counts.
+        selection_pass: ``forward``: a pass over the mini-batch before it is trained on says which tokens are chosen;
+            ``old_log_probs``: these do, until the policy moves.
+        selection_seed: Changes all random choices among tokens.
         count_empty_sequences: Whether fully masked sequences count in a mean over sequences.
         count_padding_rows: Whether verl's synthetic rows count in it.
         count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection.
@@ -89,6 +93,9 @@ class PolicyLossOptions(VerlPolicyLossConfig):
     entropy_agg_mode: Optional[str] = None  # noqa: UP045
     kl_agg_mode: Optional[str] = None  # noqa: UP045
     loss_args: dict[str, Any] = field(default_factory=dict)
+    top_entropy_quantile: float = 1.0
+    selection_pass: str = "forward"
+    selection_seed: int = 0
     count_empty_sequences: bool = True
     count_padding_rows: bool = True
     count_rejected_tokens: bool = True

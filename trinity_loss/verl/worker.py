@@ -21,6 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 
 from trinity_loss.errors import ConfigError
+from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import finish_metrics
 from trinity_loss.verl.choice import config_of, engine_loss, name_of, selecting_actor
@@ -29,6 +30,7 @@ from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.diagnostic import only_warning
 from trinity_loss.verl.policy_options import PolicyLossOptions
 from trinity_loss.verl.recording import RunRecording
+from trinity_loss.verl.selecting import attach_selection
 from trinity_loss.verl.shadow import PREFIX, ShadowLoss
 from trinity_loss.verl.steps import Steps
 
@@ -114,6 +116,7 @@ class TrinityWorkerMixin:
 
     engine: Any
     loss_fn: Any
+    infer_batch: Any
     rollout_correction: Mapping[str, Any] | None = None
     recording: RunRecording | None = None
     auditing: Any = None
@@ -150,6 +153,14 @@ class TrinityWorkerMixin:
         from trinity_loss.verl.audit import audit
 
         return audit(self, data, config)
+
+    def select(self, data: TensorDict, config: LossConfig) -> None:
+        """Chooses among the tokens of the mini-batch, over the ranks, where the loss asks for it."""
+        loss = TrinityPolicyLoss(config)
+        if not loss.over_mini_batch:
+            return
+        with only_warning("choosing tokens for shadow mode") if self._in_shadow else nullcontext():
+            attach_selection(data, loss, self.infer_batch, self.engine.get_data_parallel_group(), self.steps)
 
     @contextmanager
     def recorded(self, config: LossConfig) -> Iterator[None]:
@@ -241,6 +252,7 @@ def make_training_worker(base: type[Any]) -> type[Any]:
             if config is None:
                 return super().train_batch(data)
             self.count(data, config)
+            self.select(data, config)
             audited = self.audit(data, config)
             with self.recorded(config):
                 output = super().train_batch(data)
