@@ -402,6 +402,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "rec": rec,
     "sft": sft,
 }
+#: Losses of the whole mini-batch, which ``test_selecting_losses.py`` defines.
+OF_THE_MINI_BATCH = {"clip_cov", "kl_cov", "m2po"}
 WEIGHT_INSIDE = {"gmpo", "geo_mean"}
 
 

@@ -28,7 +28,7 @@ from batches import (
 )
 from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
-from oracle import MODES, POLICY_LOSSES
+from oracle import MODES, OF_THE_MINI_BATCH, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
@@ -796,7 +796,7 @@ def test_38_a_users_function_writes_into_its_inputs():
 def test_every_loss_mode_is_in_the_oracle():
     """A loss mode that the oracle does not know is a loss mode without a test."""
     known = {name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("trinity_loss.")}
-    assert known == set(POLICY_LOSSES) | {"dpo", "bypass_mode"}
+    assert known == set(POLICY_LOSSES) | OF_THE_MINI_BATCH | {"dpo", "bypass_mode"}
 
 
 def test_every_mode_is_in_the_oracle():
@@ -1345,7 +1345,7 @@ def test_33_values_per_row_in_every_form(form):
 @pytest.mark.parametrize(
     "uid",
     [{"a", "b"}, {"a": 1, "b": 2}, iter("ab"), ["a"], ["a", "c"] * 2, torch.zeros(2, 2), [["a"], ["b"]], object()],
-    ids=repr,
+    ids=lambda uid: type(uid).__name__,
 )
 @pytest.mark.parametrize("settings", [{"loss_agg_mode": "prompt-mean"}, {"count_padding_rows": False}], ids=str)
 def test_33_another_form_is_refused(uid, settings):
