@@ -39,6 +39,12 @@ from trinity_loss.invariance import assert_invariant
 
 assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="seq-mean-sqrt-length")))
 """,
+    "totals.md": """
+from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss.invariance import assert_invariant
+
+assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="long-mean")))
+""",
 }
 
 
