@@ -265,7 +265,7 @@ class EnginePolicyLoss(TrinityPolicyLoss):
 
     def _scale(self, mode: AggregationMode, count: Tensor, totals: Totals) -> Tensor | float:
         dp_size = totals.dp_size or 1
-        total = 1 if mode.total is None else totals.get(mode.total)
+        total = totals.get(mode.total)
         if total is not None:
             return dp_size / total if total else 0.0
         if dp_size > 1:

@@ -203,13 +203,12 @@ class MetricSet:
                 means of tokens where nobody counted the tokens after rejection.
         """
         make, dp_size = _metric_class(), totals.dp_size or 1
-        nothing_counts = totals.num_valid_tokens == 0
         metrics: dict[str, Any] = dict(self.constants)
         for name, entry in self.entries.items():
             if entry.kind != "ratio":
-                metrics[name] = make(entry.kind, 0.0 if nothing_counts else numbers[name])
+                metrics[name] = make(entry.kind, 0.0 if totals.nothing_counts else numbers[name])
                 continue
-            whole = 1 if entry.total is None else totals.get(entry.total)
+            whole = totals.get(entry.total)
             if whole is None and share is not None and entry.total == VALID_TOKENS:
                 metrics[name] = make("sum", _local(name, entry, numbers) * share * dp_size)
             elif whole is None:

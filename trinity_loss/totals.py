@@ -1,8 +1,8 @@
 """The counts of a whole mini-batch: each declared once, for the worker, the loss and the instrument.
 
-A denominator belongs to the whole mini-batch, which no micro-batch sees. :class:`Count` says how the rows of one
-rank give it, and then all ranks add up; a :class:`GroupCount` counts rows that belong together, which ranks merge by
-what tells the groups. :func:`register_count` adds one, and a mode names it as its ``total``.
+A denominator belongs to the whole mini-batch, which no micro-batch sees. A :class:`Count` says how the rows of one rank
+give it, and then all ranks add up; a :class:`GroupCount` counts rows that belong together, which ranks merge by what
+tells the groups. :func:`register_count` adds one, and a mode names it as its ``total``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,15 +47,11 @@ class Rows:
     count_padding_rows: bool = True
 
     def values(self, name: str) -> list[Any] | None:
-        """One value per row, see :func:`trinity_loss.row_values.row_values`."""
+        """One value per row, None if missing, see :func:`trinity_loss.row_values.row_values`."""
         return row_values(self.data, name, self.tokens.num_slots)
 
     def required(self, name: str) -> list[Any]:
-        """:meth:`values` of a field that has to be there.
-
-        Raises:
-            MissingFieldError: It is not.
-        """
+        """:meth:`values` of a field that has to be there; else a :class:`MissingFieldError`."""
         values = self.values(name)
         if values is None:
             raise MissingFieldError(f"the mini-batch has no {name!r}, which tells its groups; expected one per row")
@@ -63,14 +59,9 @@ class Rows:
 
     @cached_property
     def synthetic(self) -> list[bool]:
-        """Which rows verl's v1 trainer made up."""
+        """Which rows verl's v1 trainer made up, to make the batch divide evenly."""
         uids = self.values("uid")
-        return [False] * self.tokens.num_slots if uids is None else [is_padding_row(uid) for uid in uids]
-
-
-def is_padding_row(uid: object) -> bool:
-    """Whether verl's v1 trainer made this row up to make the batch divide evenly."""
-    return str(uid).startswith("pad")
+        return [False] * self.tokens.num_slots if uids is None else [str(uid).startswith("pad") for uid in uids]
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,6 @@ class Count:
     counted_by: Literal["engine", "trainer", "worker"]
     of_rows: Callable[[Rows], Tensor]
 
-    def total(self, counts: Mapping[str, int]) -> int | None:
-        """The count of the mini-batch among those that were sent, None if it was not."""
-        return counts.get(self.name)
-
 
 class PairCount:
     """Pairs of sequences, half of the sequences; nobody sends it."""
@@ -98,11 +85,7 @@ class PairCount:
     name = "batch_num_pairs"
 
     def total(self, counts: Mapping[str, int]) -> int | None:
-        """The pairs of the mini-batch, None where the sequences were not counted.
-
-        Raises:
-            TotalsError: The number of sequences is odd.
-        """
+        """The pairs of the mini-batch, None where the sequences were not counted; odd: a :class:`TotalsError`."""
         sequences = counts.get("global_batch_size")
         if sequences is not None and sequences % 2:
             raise TotalsError(f"global_batch_size is {sequences}; a loss of pairs needs an even number")
@@ -111,7 +94,7 @@ class PairCount:
 
 @dataclass(frozen=True)
 class GroupCount:
-    """A number of groups of rows, which other rows and other ranks may belong to as well.
+    """A number of groups of rows, which other rows and other ranks may belong to as well; our worker counts it.
 
     Attributes:
         name: Its field of the micro-batch.
@@ -131,10 +114,6 @@ class GroupCount:
         """What the rows of a group have in common, for errors."""
         return self.per_row.removesuffix("_num_tokens")
 
-    def total(self, counts: Mapping[str, int]) -> int | None:
-        """The count of the mini-batch among those that were sent, None if it was not."""
-        return counts.get(self.name)
-
 
 def prompt_keys(rows: Rows) -> Sequence[Hashable]:
     """What tells the prompt of each row: its ``uid``, else the prompt's tokens (read to the host).
@@ -150,23 +129,19 @@ def prompt_keys(rows: Rows) -> Sequence[Hashable]:
     return [tuple(row.tolist()) for row in prompts.unbind()]
 
 
-def _num_real_sequences(rows: Rows) -> Tensor:
-    return rows.tokens.num_sequences - sum(rows.synthetic)
+def _num_loss_tokens(rows: Rows) -> Tensor:
+    return rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens
 
 
 _COUNTS: dict[str, Count | PairCount | GroupCount] = {
     count.name: count
     for count in (
-        Count(
-            "batch_num_tokens",
-            "engine",
-            lambda rows: rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens,
-        ),
+        Count("batch_num_tokens", "engine", _num_loss_tokens),
         Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
         PairCount(),
         Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),
         Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
-        Count("batch_num_real_sequences", "worker", _num_real_sequences),
+        Count("batch_num_real_sequences", "worker", lambda rows: rows.tokens.num_sequences - sum(rows.synthetic)),
         GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
     )
 }
@@ -194,12 +169,6 @@ def find_count(name: str) -> Count | PairCount | GroupCount:
     return _COUNTS[name]
 
 
-def counted_by(name: str) -> str:
-    """Who counts the count of that name: the engine, the trainer or our training worker."""
-    count = find_count(name)
-    return count.counted_by if isinstance(count, Count) else "worker"
-
-
 def count_names() -> tuple[str, ...]:
     """Names that a mode's ``total`` may have."""
     return tuple(_COUNTS)
@@ -217,18 +186,24 @@ class Totals:
     dp_size: int | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
 
-    def get(self, name: str) -> int | None:
-        """The count of that name over the mini-batch, None where nobody counted it."""
-        return find_count(name).total(self.counts)
-
-    @property
-    def num_valid_tokens(self) -> int | None:
-        """Tokens that count, or counted until they were rejected; None where nobody counted either."""
-        valid = self.get(VALID_TOKENS)
-        return self.get("batch_num_tokens") if valid is None else valid
-
     def __bool__(self) -> bool:
         return self.dp_size is not None or bool(self.counts)
+
+    def get(self, name: str | None) -> int | None:
+        """The count of that name over the mini-batch, None where nobody counted it; 1 where a sum has none.
+
+        Raises:
+            TotalsError: It is one of pairs, and the number of sequences is odd.
+        """
+        if name is None:
+            return 1
+        count = find_count(name)
+        return count.total(self.counts) if isinstance(count, PairCount) else self.counts.get(name)
+
+    @property
+    def nothing_counts(self) -> bool:
+        """Whether the mini-batch has no token that counts."""
+        return self.counts.get(VALID_TOKENS, self.counts.get("batch_num_tokens")) == 0
 
 
 def read_totals(data: MicroBatchData) -> Totals:
@@ -258,39 +233,21 @@ def _whole_number(name: str, value: Any) -> int | None:
     return whole
 
 
-@dataclass(frozen=True)
-class Group:
-    """Rows that belong together.
-
-    Attributes:
-        num_tokens: Their tokens that count.
-        num_rows: How many there are.
-        synthetic: Whether verl's trainer made them up.
-    """
+class Group(NamedTuple):
+    """Rows that belong together: their tokens that count, how many there are, and whether all of them are made up."""
 
     num_tokens: int
     num_rows: int
     synthetic: bool
-
-    def __add__(self, other: Group) -> Group:
-        return Group(
-            self.num_tokens + other.num_tokens, self.num_rows + other.num_rows, self.synthetic or other.synthetic
-        )
 
 
 #: Groups of some rows by what tells them, short and equal on every rank.
 Groups = dict[bytes, Group]
 
 
-def hashed_keys(count: GroupCount, rows: Rows) -> list[bytes]:
-    """What tells the group of each row, short and equal on every rank."""
-    return [hashlib.sha256(repr(key).encode()).digest() for key in count.keys(rows)]
-
-
 def find_groups(count: GroupCount, rows: Rows) -> Groups:
     """The groups of these rows (read to the host)."""
-    keys, tokens = hashed_keys(count, rows), rows.tokens.counts.tolist()
-    parts = zip(keys, tokens, rows.synthetic, strict=True)
+    parts = zip(_hashed_keys(count, rows), rows.tokens.counts.tolist(), rows.synthetic, strict=True)
     return merge_groups({key: Group(num_tokens, 1, synthetic)} for key, num_tokens, synthetic in parts)
 
 
@@ -298,35 +255,37 @@ def merge_groups(parts: Iterable[Groups]) -> Groups:
     """The groups of several lots of rows as those of all of them."""
     merged: Groups = {}
     for part in parts:
-        for key, group in part.items():
-            merged[key] = merged[key] + group if key in merged else group
+        for key, (tokens, rows, synthetic) in part.items():
+            known = merged.get(key, Group(0, 0, True))
+            merged[key] = Group(known.num_tokens + tokens, known.num_rows + rows, known.synthetic and synthetic)
     return merged
 
 
-def attached_counts(
-    rows: Rows, numbers: Mapping[str, int], groups: Mapping[str, Groups]
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """What a micro-batch is sent, given what was counted over the mini-batch.
+def _hashed_keys(count: GroupCount, rows: Rows) -> list[bytes]:
+    return [hashlib.sha256(repr(key).encode()).digest() for key in count.keys(rows)]
+
+
+def fields_of_groups(rows: Rows, groups: Mapping[str, Groups]) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """What rows are sent of the groups of the mini-batch.
 
     Args:
-        rows: The rows that it goes to.
-        numbers: Counts by name.
+        rows: The rows.
         groups: Groups of the whole mini-batch, by the name of their count.
 
     Returns:
-        Counts by name, and fields int64 [rows] by name.
+        Numbers of groups by name, and fields int64 [rows] by name.
     """
-    counts, per_row = dict(numbers), {}
+    numbers, per_row = {}, {}
     for name, found in groups.items():
         count = find_count(name)
         assert isinstance(count, GroupCount)
-        counts[name] = sum(
+        numbers[name] = sum(
             (group.num_tokens > 0 or rows.count_empty_sequences) and (rows.count_padding_rows or not group.synthetic)
             for group in found.values()
         )
-        sizes = [found[key].num_tokens for key in hashed_keys(count, rows)]
+        sizes = [found[key].num_tokens for key in _hashed_keys(count, rows)]
         per_row[count.per_row] = torch.tensor(sizes, dtype=torch.int64)
-    return counts, per_row
+    return numbers, per_row
 
 
 def count_rows(rows: Rows) -> tuple[dict[str, int], dict[str, Tensor]]:
@@ -341,4 +300,5 @@ def count_rows(rows: Rows) -> tuple[dict[str, int], dict[str, Tensor]]:
         elif isinstance(count, GroupCount):
             with contextlib.suppress(MissingFieldError):
                 groups[name] = find_groups(count, rows)
-    return attached_counts(rows, numbers, groups)
+    of_groups, per_row = fields_of_groups(rows, groups)
+    return numbers | of_groups, per_row

@@ -18,9 +18,8 @@ from trinity_loss.totals import (
     GroupCount,
     Groups,
     Rows,
-    attached_counts,
     count_names,
-    counted_by,
+    fields_of_groups,
     find_count,
     find_groups,
     merge_groups,
@@ -87,8 +86,8 @@ class Counting:
                     f"{cut} of {len(found)} {name.removeprefix('batch_num_')} of this mini-batch are only a part of "
                     "their group in the training batch; a mean over the group is over the part that is here",
                 )
-        totals, per_row = attached_counts(rows, numbers, groups)
-        tu.assign_non_tensor(data, **{name: totals[name] for name in totals if counted_by(name) == "worker"})
+        of_groups, per_row = fields_of_groups(rows, groups)
+        tu.assign_non_tensor(data, **{name: n for name, n in numbers.items() if name in _counts("worker")}, **of_groups)
         for name, values in per_row.items():
             data[name] = values
 
@@ -98,11 +97,15 @@ class Counting:
             warnings.warn(message, stacklevel=3)
 
 
+def _counts(*by: str) -> dict[str, Count]:
+    counts = [count for count in map(find_count, count_names()) if isinstance(count, Count)]
+    return {count.name: count for count in counts if count.counted_by in by}
+
+
 def _count(rows: Rows, needed: list[GroupCount], dp_group: Any) -> tuple[dict[str, int], dict[str, Groups]]:
     """Counts and groups of all ranks, in one collective."""
     # The engine counts its own later.
-    counts = [count for count in map(find_count, count_names()) if isinstance(count, Count)]
-    local = {count.name: count.of_rows(rows) for count in counts if count.counted_by != "engine"}
+    local = {name: count.of_rows(rows) for name, count in _counts("worker", "trainer").items()}
     if not needed:
         numbers = torch.stack(list(local.values()))
         if dp_group is not None:
