@@ -3,7 +3,7 @@
 A mean of means depends on the cut. What is collected here leaves the device in one piece (one host read
 per micro-batch) and becomes verl ``Metric`` objects whose sum, minimum or maximum over micro-batches and
 ranks is the value of the whole mini-batch. A standard deviation is none of these: its moments are sums,
-and :func:`finish_moments` divides once per mini-batch.
+and :func:`finish_metrics` divides once per mini-batch.
 """
 
 from __future__ import annotations
@@ -23,46 +23,24 @@ from trinity_loss.totals import VALID_TOKENS, Totals
 Kind = Literal["ratio", "max", "min"]
 #: The largest and the smallest of nothing, which any number replaces.
 _NOTHING: Mapping[str, float] = {"max": -math.inf, "min": math.inf}
-#: Count, sum and sum of squares of a quantity over the mini-batch.
-Moments = tuple[float, float, float]
 
 _MOMENTS_PREFIX = "trinity_loss/moments/"
 _MOMENT_NAMES = ("count", "sum", "square")
 
 
-def _mean(count: float, total: float, square: float) -> float:
-    return total / count
+def _std(n: float, total: float, square: float) -> float:
+    return math.sqrt(max(square / n - (total / n) ** 2, 0.0))
 
 
-def _std(count: float, total: float, square: float) -> float:
-    return math.sqrt(max(square / count - (total / count) ** 2, 0.0))
-
-
-def _unbiased_std(count: float, total: float, square: float) -> float:
-    return _std(count, total, square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0
-
-
-def _effective_sample_size(count: float, total: float, square: float) -> float:
-    return total**2 / (count * square) if square else 0.0
-
-
-def _norm_ratio(first_square: float, product: float, second_square: float) -> float:
-    return math.sqrt(second_square / first_square)
-
-
-def _cosine(first_square: float, product: float, second_square: float) -> float:
-    return product / math.sqrt(first_square * second_square) if second_square else 0.0
-
-
-#: What can be made of moments, by name. The last two take those of a pair of vectors: the square of the
-#: first, the product, the square of the second.
+#: What can be made of moments, by name: functions of count, sum and sum of squares. The last two take those of a pair of
+#: vectors: the square of the first, the product, the square of the second.
 STATISTICS: Mapping[str, Callable[[float, float, float], float]] = {
-    "mean": _mean,
+    "mean": lambda n, total, square: total / n,
     "std": _std,
-    "unbiased_std": _unbiased_std,
-    "effective_sample_size": _effective_sample_size,
-    "norm_ratio": _norm_ratio,
-    "cosine": _cosine,
+    "unbiased_std": lambda n, total, square: _std(n, total, square) * math.sqrt(n / (n - 1)) if n > 1 else 0.0,
+    "effective_sample_size": lambda n, total, square: total**2 / (n * square) if square else 0.0,
+    "norm_ratio": lambda first, product, second: math.sqrt(second / first),
+    "cosine": lambda first, product, second: product / math.sqrt(first * second) if second else 0.0,
 }
 
 
@@ -158,29 +136,24 @@ class MetricSet:
             check_metric_name(name, "ratio")
             self.statistics[name] = (statistic, first)
 
-    def scalars(self) -> dict[str, Tensor]:
-        """0-d tensors: what :meth:`numbers` takes, once on the host.
+    def read(self) -> dict[str, float]:
+        """Moves everything to the host at once.
 
-        ``name#`` is the denominator of a ratio, ``name#count`` and so on are moments.
+        Returns:
+            Numbers by name: of a metric, ``name#`` of its denominator, ``name#count`` and so on of moments, of checks.
         """
-        scalars: dict[str, Tensor] = {}
+        scalars: dict[str, Tensor] = dict(self.checks)
         for name, entry in self.entries.items():
             scalars[name] = entry.value
             if entry.denominator is not None:
                 scalars[name + "#"] = entry.denominator
         for name, moments in self.moments.items():
             scalars |= {f"{name}#{kind}": moment for kind, moment in zip(_MOMENT_NAMES, moments, strict=True)}
-        return scalars
-
-    def read(self) -> dict[str, float]:
-        """Moves everything to the host at once: numbers of :meth:`scalars`, and those of the checks."""
-        everything = self.scalars() | self.checks
-        if not everything:
+        if not scalars:
             return {}
         # float64 among them makes all of them that, which holds every count and every flag.
-        zero = torch.zeros((), dtype=torch.float64, device=next(iter(everything.values())).device)
-        numbers = torch.stack([zero, *everything.values()]).tolist()[1:]
-        return dict(zip(everything, numbers, strict=True))
+        zero = torch.zeros((), dtype=torch.float64, device=next(iter(scalars.values())).device)
+        return dict(zip(scalars, torch.stack([zero, *scalars.values()]).tolist()[1:], strict=True))
 
     def local(self, numbers: dict[str, float]) -> dict[str, float]:
         """Plain floats of this micro-batch alone; 0 where nothing counts."""
