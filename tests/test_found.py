@@ -37,7 +37,7 @@ def test_narrowed_log_probs_have_a_gradient(both):
         "advantages": jagged(values, [1, 2], "narrowed"),
     }
     if not both:
-        entropy = jagged(torch.zeros(5, dtype=torch.float64), [2, 3], "contiguous")
+        entropy = jagged(torch.zeros(5, dtype=torch.float64, requires_grad=True), [2, 3], "contiguous")
     config = LossConfig(loss_mode="gpg", loss_agg_mode="token-sum", entropy_coeff=0.5)
     loss, _ = TrinityPolicyLoss(config)(model_output={"log_probs": log_probs, "entropy": entropy}, data=data)
     loss.backward()

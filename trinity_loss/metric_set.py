@@ -32,8 +32,8 @@ def _std(n: float, total: float, square: float) -> float:
     return math.sqrt(max(square / n - (total / n) ** 2, 0.0))
 
 
-#: What can be made of moments, by name: functions of count, sum and sum of squares. The last two take those of a pair of
-#: vectors: the square of the first, the product, the square of the second.
+#: What can be made of moments, by name: functions of count, sum and sum of squares. The last two take those of a pair
+#: of vectors: the square of the first, the product, the square of the second.
 STATISTICS: Mapping[str, Callable[[float, float, float], float]] = {
     "mean": lambda n, total, square: total / n,
     "std": _std,
