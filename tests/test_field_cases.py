@@ -49,7 +49,7 @@ from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.verl import PolicyLossConfig
 from trinity_loss.verl.counting import Counting
-from trinity_loss.verl.worker import reduce_over_ranks
+from trinity_loss.verl.metric_reduction import reduce_over_ranks
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_mode = pytest.mark.parametrize("mode", MODES)

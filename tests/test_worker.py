@@ -13,7 +13,7 @@ from workers import POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, st
 
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.invariance.recorded import load_recording, recorded_config
-from trinity_loss.verl.worker import reduce_over_ranks
+from trinity_loss.verl.metric_reduction import reduce_over_ranks
 
 RECORD = f"+{POLICY_LOSS}.record_steps"
 SAMPLES = token_losses([1, 1, 1], [5], same_prompt=True)

@@ -38,7 +38,7 @@ from verl.utils.device import get_device_id
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
 from trinity_loss.jagged import is_jagged
 from trinity_loss.row_values import MicroBatchData, get_value
-from trinity_loss.trinity_terms import EXPERT_COUNTS, Mixture, Term, mean_over_pairs, read_shares, summed
+from trinity_loss.trinity_terms import EXPERT_COUNTS, Mixture, ScaledTerm, mean_over_pairs, read_shares, summed
 
 _StockLoss = losses.TrinityPolicyLoss
 _StockWorker = workers.TrinityActorRolloutRefWorker
@@ -82,20 +82,20 @@ class ScaledTrinityPolicyLoss(_StockLoss):  # type: ignore[misc, valid-type]
         if self.mixed:
             self.policy_loss_fn = Mixture(policy)
         elif self.paired:
-            self.policy_loss_fn = Term(policy, fields, partial(mean_over_pairs, policy), kinds=("rows",))
+            self.policy_loss_fn = ScaledTerm(policy, fields, partial(mean_over_pairs, policy), kinds=("rows",))
         else:
-            self.policy_loss_fn = Term(policy, fields)
+            self.policy_loss_fn = ScaledTerm(policy, fields)
         self.terms = [self.policy_loss_fn.usual, self.policy_loss_fn.expert] if self.mixed else [self.policy_loss_fn]
         if self.calculate_entropy:
             names, rows = (
                 ["entropy", "action_mask", *fields],
                 "usual" if isinstance(entropy, MixEntropyLossFn) else "all",
             )
-            self.entropy_loss_fn = Term(entropy, names, partial(entropy, loss_agg_mode=mode), rows)
+            self.entropy_loss_fn = ScaledTerm(entropy, names, partial(entropy, loss_agg_mode=mode), rows)
             self.terms.append(self.entropy_loss_fn)
         if self.use_kl_loss:
             names = ["ref_logprob", "old_logprob", "response_mask"]
-            self.kl_loss_fn = Term(kl, names, partial(kl.calculate_kl_loss, loss_agg_mode=mode))
+            self.kl_loss_fn = ScaledTerm(kl, names, partial(kl.calculate_kl_loss, loss_agg_mode=mode))
             self.terms.append(self.kl_loss_fn)
 
     def __call__(
@@ -116,7 +116,7 @@ class ScaledTrinityPolicyLoss(_StockLoss):  # type: ignore[misc, valid-type]
         return loss, metrics
 
     @staticmethod
-    def _check(term: Term, data: MicroBatchData) -> None:
+    def _check(term: ScaledTerm, data: MicroBatchData) -> None:
         kind, dp_size = term.averages[""], term.shares.sum
         if dp_size is None:
             return

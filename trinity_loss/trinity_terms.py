@@ -117,7 +117,7 @@ def find_averages(name: str, call: Callable[..., Any], fields: Iterable[str], ki
     return found
 
 
-class Term:
+class ScaledTerm:
     """A loss function of Trinity-RFT's, its loss and metrics multiplied by their shares of the mini-batch.
 
     Args:
@@ -178,8 +178,8 @@ class Mixture:
 
     def __init__(self, part: MIXPolicyLossFn | MIXCHORDPolicyLossFn) -> None:
         self.part, self.select_keys = part, part.select_keys
-        self.usual = Term(part.grpo_loss_fn, part.grpo_loss_fn.select_keys, rows="usual")
-        self.expert = Term(part.sft_loss_fn, part.sft_loss_fn.select_keys, rows="expert")
+        self.usual = ScaledTerm(part.grpo_loss_fn, part.grpo_loss_fn.select_keys, rows="usual")
+        self.expert = ScaledTerm(part.sft_loss_fn, part.sft_loss_fn.select_keys, rows="expert")
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         part, metrics = self.part, {}

@@ -14,7 +14,7 @@ from verl.utils.metric import Metric
 
 from trinity_loss.errors import ConfigError
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.verl.worker import reduce_over_ranks
+from trinity_loss.verl.metric_reduction import reduce_over_ranks
 
 RANK = """
 import os, pickle, sys
@@ -25,7 +25,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine_workers import allgather_dict_into_dict
 from trinity_loss import EnginePolicyLoss, LossConfig
-from trinity_loss.verl.worker import reduce_over_ranks
+from trinity_loss.verl.metric_reduction import reduce_over_ranks
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")

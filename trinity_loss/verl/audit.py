@@ -33,11 +33,11 @@ from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.recorder import Recorder
 from trinity_loss.verl.audit_passes import Pass, plan
-from trinity_loss.verl.gradients import Comparison, Deviation, gradient_shares
+from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares
 from trinity_loss.verl.kept_state import as_it_was, modules_of
+from trinity_loss.verl.metric_reduction import reduce_over_ranks
 from trinity_loss.verl.policy_options import AUDIT_CUTS
 from trinity_loss.verl.shadow import loss_gradient
-from trinity_loss.verl.worker import reduce_over_ranks
 
 #: Largest relative deviation that is taken for rounding, by the type that the model computes in.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -372,7 +372,7 @@ def _flat(value: Any) -> Any:
     return [Metric.aggregate_dp(value)] if isinstance(value[0], Metric) else list(chain.from_iterable(value))
 
 
-def _plain(deviations: dict[str, Deviation]) -> dict[str, dict[str, float]]:
+def _plain(deviations: dict[str, Distance]) -> dict[str, dict[str, float]]:
     return {name: asdict(deviation) for name, deviation in deviations.items()}
 
 

@@ -158,7 +158,7 @@ POINTS = (
     ),
     # How metrics travel, and how data does.
     Point("verl.utils.metric:Metric.__init__", "metric_set.py", ("self", "aggregation", "value")),
-    Point("verl.utils.metric:Metric.aggregate_dp", "verl/worker.py", ("metric_lists",)),
+    Point("verl.utils.metric:Metric.aggregate_dp", "verl/metric_reduction.py", ("metric_lists",)),
     Point("verl.utils.metric:AggregationType", "metric_set.py", ("SUM", "MEAN", "MIN", "MAX")),
     Point("verl.utils.metric:reduce_metrics", "verl/harness/rank.py", ("metrics",)),
     Point("verl.utils.tensordict_utils:get", "verl/worker.py", ("tensordict", "key", "default")),

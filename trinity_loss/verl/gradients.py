@@ -38,7 +38,7 @@ def parameter_group(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Share:
+class ParameterShare:
     """This rank's part of one parameter's gradient.
 
     Attributes:
@@ -59,7 +59,7 @@ class Share:
         return parameter_group(self.name)
 
 
-def gradient_shares(engine: Any, group: Any) -> list[Share]:
+def gradient_shares(engine: Any, group: Any) -> list[ParameterShare]:
     """The parts of the gradient that this rank holds, of FSDP2, FSDP1, Megatron, or parameters that are whole.
 
     Args:
@@ -76,7 +76,7 @@ def gradient_shares(engine: Any, group: Any) -> list[Share]:
     everywhere = held.clone()
     torch.distributed.all_reduce(everywhere, group=group)
     return [
-        Share(name, int(mine), p.numel() / float(total), partial(_local_gradient, p))
+        ParameterShare(name, int(mine), p.numel() / float(total), partial(_local_gradient, p))
         for (name, p), mine, total in zip(named, held.tolist(), everywhere, strict=True)
     ]
 
@@ -90,7 +90,7 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().flatten()
 
 
-def _of_flat_parameter(prefix: str, module: Any) -> Iterator[Share]:
+def _of_flat_parameter(prefix: str, module: Any) -> Iterator[ParameterShare]:
     handle, world = module._handle, torch.distributed.get_world_size()
     if handle is None:
         return
@@ -100,10 +100,10 @@ def _of_flat_parameter(prefix: str, module: Any) -> Iterator[Share]:
         if info.in_shard and flat.requires_grad:
             part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
             read = lambda part=part: None if flat.grad is None else flat.grad.flatten()[part]  # noqa: E731
-            yield Share(f"{prefix}.{name}", info.numel_in_shard, ranks / world, read)
+            yield ParameterShare(f"{prefix}.{name}", info.numel_in_shard, ranks / world, read)
 
 
-def _of_megatron(chunk: Any) -> Iterator[Share]:
+def _of_megatron(chunk: Any) -> Iterator[ParameterShare]:
     """Of each bucket a data-parallel rank has reduced all, or with the distributed optimizer one equal piece."""
     from megatron.core import parallel_state as mpu
 
@@ -127,11 +127,11 @@ def _of_megatron(chunk: Any) -> Iterator[Share]:
                 if part.start < part.stop:
                     split = 1 if getattr(parameter, "tensor_model_parallel", False) else tensor_ranks
                     read = lambda bucket=bucket, part=part: bucket.grad_data[part]  # noqa: E731
-                    yield Share(names[parameter], part.stop - part.start, pieces / ranks / split, read)
+                    yield ParameterShare(names[parameter], part.stop - part.start, pieces / ranks / split, read)
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Distance:
     """How far a vector is from the one it is compared with.
 
     Attributes:
@@ -191,7 +191,7 @@ class Comparison:
             largest = torch.stack([d.abs().max(), a.abs().max()]).cpu()
             self.maxima[row] = torch.maximum(self.maxima[row], largest)
 
-    def over_ranks(self, group: Any) -> dict[str, Deviation]:
+    def over_ranks(self, group: Any) -> dict[str, Distance]:
         """The deviation of each pair, and of ``all`` of them together, over all ranks; every rank must call this."""
         torch.distributed.all_reduce(self.sums, group=group)
         torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -199,7 +199,7 @@ class Comparison:
         return found | {"all": _deviation(self.sums.sum(0), self.maxima.amax(0))}
 
 
-def _deviation(sums: Tensor, maxima: Tensor) -> Deviation:
+def _deviation(sums: Tensor, maxima: Tensor) -> Distance:
     s = dict(zip(_SUMS, sums.tolist(), strict=True))
     norm, other = math.sqrt(s["reference"]), math.sqrt(s["other"])
     apart, highest = maxima.tolist()
@@ -207,7 +207,7 @@ def _deviation(sums: Tensor, maxima: Tensor) -> Deviation:
     def share(part: float, whole: float) -> float:
         return part / whole if whole else (math.inf if part else 0.0)
 
-    return Deviation(
+    return Distance(
         norm=norm,
         ratio=share(other, norm) if norm or other else 1.0,
         cosine=share(s["product"], norm * other) if norm and other else float(norm == other),
