@@ -28,8 +28,8 @@ from trinity.algorithm.policy_loss_fn.chord_policy_loss import MIXCHORDPolicyLos
 from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.algorithm.policy_loss_fn.mix_policy_loss import MIXPolicyLossFn
 from trinity.common import config_validator
+from trinity.trainer.verl import config as trinity_config
 from trinity.trainer.verl import losses, workers
-from trinity.trainer.verl.config import build_verl_config
 from trinity.utils.log import get_logger
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
@@ -224,7 +224,11 @@ class EngineScalingValidator(config_validator.ConfigValidator):
             self._check_pairs(config)
 
     def _check_pairs(self, config: Any) -> None:
-        actor, sizes, batch = build_verl_config(config).actor, config.trainer.megatron, config.buffer.train_batch_size
+        actor, sizes, batch = (
+            trinity_config.build_verl_config(config).actor,
+            config.trainer.megatron,
+            config.buffer.train_batch_size,
+        )
         if fsdp := config.trainer.trainer_strategy.startswith("fsdp"):
             parallel = config.trainer.ulysses_sequence_parallel_size
         else:

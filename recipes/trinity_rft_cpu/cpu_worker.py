@@ -1,0 +1,24 @@
+"""What a training worker of Trinity-RFT needs on a CPU; verl imports it there (``model.external_lib``).
+
+Beside verl's platform ``cpu`` that is an answer to Trinity-RFT's question for the GPU's generation, which it asks
+without having one. And for the table of the run every update reports the number of its micro-batches.
+"""
+
+from typing import Any
+
+import torch
+from verl.workers.engine_workers import TrainingWorker
+
+import trinity_loss.verl.cpu.register  # noqa: F401  (the import registers)
+
+torch.cuda.get_device_capability = lambda device=None: (0, 0)
+_postprocess_output = TrainingWorker._postprocess_output
+
+
+def _count_micro_batches(self: TrainingWorker, output: dict[str, Any], **options: Any) -> Any:
+    if not options["forward_only"]:
+        output["metrics"]["micro_batches"] = [float(len(output["loss"]))]
+    return _postprocess_output(self, output, **options)
+
+
+TrainingWorker._postprocess_output = _count_micro_batches
