@@ -6,16 +6,18 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+TRINITY_RFT := .venv/trinity-rft
 
 # Two processes share the files of tests; those that start engines stay in one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help setup train compare audit check-gpu soak test test-ci test-all lint format clean
+.PHONY: help setup train compare audit trinity-rft check-gpu soak test test-ci test-all lint format clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
 	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 RECIPE=cpu_grpo ARGS='hydra overrides'"
 	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
+	@echo "make trinity-rft       Trinity-RFT's own trainer on the CPU, stock and scaled, in 4 minutes: ARGS='--algorithm dpo'"
 	@echo "make test              run the tests, and each engine once, in 5 to 8 minutes: ARGS='pytest arguments'"
 	@echo "make test-ci           and every way to run the engines, in 15 to 25 minutes"
 	@echo "make test-all          all tests, in 40 to 60 minutes: those too that train every recipe, break runs and build"
@@ -41,6 +43,19 @@ compare: setup
 
 audit: setup
 	$(BIN)/python recipes/audit.py $(ARGS)
+
+trinity-rft: $(TRINITY_RFT)/.installed
+	$(TRINITY_RFT)/bin/python recipes/trinity_rft_cpu/train.py $(ARGS)
+
+# What .venv has is seen there too, so that verl and torch are installed once.
+$(TRINITY_RFT)/.installed: $(STAMP) requirements/trinity-rft.txt
+	$(BIN)/python -m venv --clear --without-pip $(TRINITY_RFT)
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		echo "import site; site.addsitedir('$$site')" > $$($(TRINITY_RFT)/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(BIN)/python -m pip --python $(TRINITY_RFT)/bin/python install --quiet --no-deps --ignore-installed \
+		-r requirements/trinity-rft.txt
+	touch $@
 
 test: setup
 	$(PYTEST) $(ARGS)

@@ -79,7 +79,7 @@ def _patch_engine() -> None:
         inputs, outputs = prepare(self, micro_batch)
         return inputs, {"pad_size": 0} | outputs
 
-    FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs
+    FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs  # type: ignore[method-assign]
 
 
 def install() -> None:

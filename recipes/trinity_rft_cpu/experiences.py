@@ -1,7 +1,7 @@
 """A toy model and the experiences that all runs train on, made in seconds and never downloaded.
 
-Rows have random tokens, ragged lengths, and log-probabilities off the model's by what a rollout engine could be off. The
-lengths are the same in every step, so a token limit cuts every step alike.
+Rows have random tokens, ragged lengths, and log-probabilities off the model's by what a rollout engine could be off.
+The lengths are the same in every step, so a token limit cuts every step alike.
 """
 
 import asyncio
@@ -105,3 +105,7 @@ def make(folder: Path) -> None:
         (folder / f"{schema}.db").unlink(missing_ok=True)
         asyncio.run(_save(folder / f"{schema}.db", schema, of_schema))
     (folder / "done").touch()
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
