@@ -1,0 +1,59 @@
+"""`make trinity-rft`: Trinity-RFT's own trainer under Ray, with two FSDP2 ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def trinity_rft(folder, *arguments):
+    """Run the recipe; TRINITY_RFT_PYTHON is the Python of an environment that is made already."""
+    made = os.environ.get("TRINITY_RFT_PYTHON")
+    call = [*arguments, "--folder", str(folder)]
+    script = "recipes/trinity_rft_cpu/train.py"
+    command = (
+        [made, script, *call] if made else ["make", "trinity-rft", f"ARGS={' '.join(call)}", f"PYTHON={sys.executable}"]
+    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_stock_gradient_grows_and_the_scaled_one_does_not(tmp_path):
+    run = trinity_rft(tmp_path, "--micro-batches", "1", "4", "--steps", "2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    norms = [float(line.split("gradient norm")[1].split()[0]) for line in run.stdout.splitlines() if "  loss " in line]
+    assert len(norms) == 4
+    assert norms[1] > 3 * norms[0]
+    assert norms[3] == pytest.approx(norms[2], rel=1e-5)
+    assert "metrics agree" in run.stdout
+    assert (tmp_path / "gradient_norm.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "mix", "sft"])
+def test_other_losses_do_not_depend_on_the_micro_batches(tmp_path, algorithm):
+    run = trinity_rft(tmp_path, "--losses", "adapter", "--algorithm", algorithm, "--micro-batches", "1", "4")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "metrics agree" in run.stdout
+
+
+def test_it_fails_when_training_fails_though_trinity_run_ends_with_0(tmp_path):
+    """A row of 60 tokens does not fit into 20."""
+    run = trinity_rft(
+        tmp_path, "--losses", "stock", "--micro-batches", "4", "--steps", "1", "trainer.max_token_len_per_gpu=20"
+    )
+    assert run.returncode == 1
+    assert "training failed: trinity run ended with code 0" in run.stdout
+    assert "max_token_len" in run.stdout
+
+
+def test_what_cannot_be_exact_is_refused_before_anything_starts(tmp_path):
+    run = trinity_rft(
+        tmp_path, "--losses", "adapter", "--algorithm", "dpo", "--micro-batches", "4", "buffer.train_batch_size=6"
+    )
+    assert run.returncode == 1
+    assert "buffer.train_batch_size is 6 on 2 data-parallel ranks, which takes pairs of DPO apart" in run.stdout
+    assert "init_model" not in (tmp_path / "dpo-adapter-4" / "output.log").read_text()
