@@ -187,13 +187,18 @@ def _make_training_worker(base: type[Any]) -> type[Any]:
     return ScaledTrainingWorker
 
 
+class _WorkerClass:
+    """What verl trains the actor with: the class that stands in its place when the worker is made, with our counts."""
+
+    def __get__(self, worker: Any, owner: type[Any]) -> type[Any]:
+        base = _StockWorker.actor_worker_cls
+        return base if worker is None else _make_training_worker(base)
+
+
 class ScaledActorRolloutRefWorker(_StockWorker):  # type: ignore[misc, valid-type]
     """Trinity-RFT's training worker, which builds the scaled loss."""
 
-    @property
-    def actor_worker_cls(self) -> type[Any]:
-        """What verl trains the actor with: the class that stands in its place, with our counts."""
-        return _make_training_worker(super().actor_worker_cls)
+    actor_worker_cls = _WorkerClass()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def set_trinity_config(self, algo_config: Any, rollout_engine_type: str, ray_namespace: str) -> None:
