@@ -143,6 +143,23 @@ def test_both_engines_on_a_cpu_get_the_same_task():
         assert fsdp["actor_rollout_ref"][part] == megatron["actor_rollout_ref"][part]
 
 
+def test_asynchronous_trainers_change_no_loss():
+    """One-step-off gives the loss other old log-probs, which verl says by the loss's name."""
+    for override in ("trainer.v1.trainer_mode=colocate_async", "+asynchronous=separate"):
+        config = composed("cpu_grpo", override)
+        accept(config)
+        assert trained_by(config).config == LOSSES["cpu_grpo"]
+    config = composed("cpu_grpo", "+asynchronous=one_step_off")
+    accept(config)
+    assert trained_by(config).config.loss_mode == "vanilla"
+    actor = config.actor_rollout_ref.actor
+    batch = config.data.train_batch_size
+    separate = composed("cpu_grpo", "+asynchronous=separate")
+    steps = separate.trainer.v1.separate_async.parameter_sync_step
+    assert steps * separate.actor_rollout_ref.actor.ppo_mini_batch_size == batch
+    assert actor.ppo_mini_batch_size == batch
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_head_says_how_to_start_it(name):
     head = (RECIPES / f"{name}.yaml").read_text().partition("\ndefaults:")[0]

@@ -12,6 +12,7 @@ if get_device_name() != "cpu":
         "VERL_USE_EXTERNAL_PLUGINS if that is set"
     )
 
+from trinity_loss.verl.cpu import checkpoint_engine  # noqa: F401  (registers itself)
 from trinity_loss.verl.cpu.rollout import register_rollout
 from trinity_loss.verl.cpu.training_worker import register_workers
 

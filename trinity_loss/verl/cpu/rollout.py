@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from typing import Any, NamedTuple
 
 import ray
@@ -246,7 +246,7 @@ class TransformersRollout(BaseRollout):
 
     async def update_weights(
         self,
-        weights: Generator[tuple[str, torch.Tensor], None, None],
+        weights: Generator[tuple[str, torch.Tensor], None, None] | AsyncIterator[tuple[str, torch.Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         peft_config: Any = None,
@@ -255,7 +255,10 @@ class TransformersRollout(BaseRollout):
         """Send the weights of step ``global_steps``; all ranks read them, since gathering one is collective."""
         if wire_format != "named_tensors" or peft_config is not None:
             raise NotImplementedError(f"the rollout {NAME!r} takes a model's own, whole weights: no LoRA, no deltas")
-        state = {name: weight.detach().clone() for name, weight in weights}
+        if isinstance(weights, AsyncIterator):  # From a checkpoint engine.
+            state = {name: weight async for name, weight in weights}
+        else:
+            state = {name: weight.detach().clone() for name, weight in weights}
         if self.is_leader:
             await ray.get_actor(self.server_name).load_weights.remote(state, global_steps)
 
