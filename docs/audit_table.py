@@ -33,6 +33,8 @@ NAMES = {
     "geo_mean": "verl's `geo_mean`",
     "padded width": "verl's `seq-mean-token-sum-norm`, no `loss_scale_factor`",
     "no dp_size": "a forgotten `dp_size`, two ranks",
+    "Trinity-RFT": "Trinity-RFT's own PPO loss, two ranks",
+    "faultless, Trinity-RFT scaled": "Trinity-RFT's PPO loss, scaled",
     "dropout": "attention dropout of 0.1",
     "leak": "attention that sees the whole packed row",
     "bf16 reduction": "gradients reduced in bf16",

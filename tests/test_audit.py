@@ -11,6 +11,7 @@ from trinity_loss import cli
 from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.audit_report import AuditReport, draws_random, load_audit
 from trinity_loss.invariance.audit_verdict import judge
+from trinity_loss.trinity_audit import Audits
 
 verl_policy_options = pytest.importorskip("trinity_loss.verl.policy_options")
 from trinity_loss.verl.gradients import Comparison, parameter_group  # noqa: E402
@@ -236,3 +237,26 @@ def test_a_wrong_configuration_is_refused(field, value, words):
     with pytest.raises(ConfigError, match=words) as error:
         verl_policy_options.PolicyLossOptions(**{field: value})
     assert f"policy_loss.{field}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "folder", "words"),
+    [("1, 100", "", "FOLDER|TRINITY_LOSS_AUDIT_DIR is not set"), ("0", "x", "such as 1,100"), ("1;2", "x", "'1;2'")],
+)
+def test_wrong_variables_of_trinity_rft_are_refused(steps, folder, words):
+    with pytest.raises(ConfigError, match=words):
+        Audits({"TRINITY_LOSS_AUDIT_STEPS": steps, "TRINITY_LOSS_AUDIT_DIR": folder})
+
+
+def test_trinity_rft_audits_the_first_mini_batch_of_a_chosen_step(monkeypatch):
+    seen = []
+    monkeypatch.setattr("trinity_loss.verl.audit.audit", lambda *a: seen.append(a[2:]) or {"audit/fault": 0.0})
+    audits = Audits({"TRINITY_LOSS_AUDIT_STEPS": "2", "TRINITY_LOSS_AUDIT_DIR": "x"})
+    found = []
+    for _ in range(3):
+        audits.next_batch()
+        found += [audits.of(None, None, 2) for _ in range(2)]
+    assert found == [{}, {}, {"audit/fault": 0.0}, {}, {}, {}]
+    ((settings, step, group_size),) = seen
+    assert (sorted(settings.steps), step, group_size) == ([2], 2, 2)
+    assert Audits({}).of(None, None, 1) == {}

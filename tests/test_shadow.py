@@ -60,3 +60,12 @@ def test_what_would_change_where_verl_depends_on_the_cut():
     right = evaluate(PARTS.samples, loss_mode="gmpo", loss_agg_mode="seq-mean-token-mean")
     # verl adds 1e-10 to the importance weights before it takes their logarithm, and so do we.
     assert got.metrics["shadow/actor/pg_loss"] == pytest.approx(right.metrics["actor/pg_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+def test_an_entropy_with_a_graph_keeps_one(layout):
+    """A loss that trains the entropy refuses one without, and reports nothing then."""
+    config = LossConfig(entropy_coeff=0.1)
+    got = run(ShadowLoss(EnginePolicyLoss(config), EnginePolicyLoss(config)), PARTS, layout)
+    finish_metrics(got.metrics)
+    assert got.metrics["shadow/grad_norm_ratio"] == pytest.approx(1, abs=1e-10)

@@ -38,6 +38,7 @@ from verl.utils.device import get_device_id
 from trinity_loss.errors import BatchError, ConfigError, TotalsError
 from trinity_loss.jagged import is_jagged
 from trinity_loss.row_values import MicroBatchData, get_value
+from trinity_loss.trinity_audit import Audits
 from trinity_loss.trinity_terms import EXPERT_COUNTS, Mixture, ScaledTerm, mean_over_pairs, read_shares, summed
 
 _StockLoss = losses.TrinityPolicyLoss
@@ -174,15 +175,29 @@ def prepare_mini_batch(data: Any, loss: ScaledTrinityPolicyLoss, group: Any, kee
 
 def _make_training_worker(base: type[Any]) -> type[Any]:
     class ScaledTrainingWorker(base):
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **named)
+            self.audits = Audits()
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+        def train_mini_batch(self, data: Any) -> Any:
+            self.audits.next_batch()
+            return super().train_mini_batch(data)
+
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: Any) -> Any:
             if isinstance(self.loss_fn, ScaledTrinityPolicyLoss):
                 engine, config = self.engine, self.engine_config
                 # verl multiplies a fixed number of rows by the size of the groups; an even one keeps pairs as it is.
                 by_length = tu.get(data, "use_dynamic_bsz", default=config.use_dynamic_bsz)
-                keep_pairs = by_length or config.micro_batch_size_per_gpu % 2 == 1
+                rows = tu.get(data, "micro_batch_size_per_gpu", default=config.micro_batch_size_per_gpu)
+                keep_pairs = by_length or rows % 2 == 1
                 prepare_mini_batch(data, self.loss_fn, engine.get_data_parallel_group(), keep_pairs)
-            return super().train_batch(data)
+            audited = self.audits.of(self, data, 2 if getattr(self.loss_fn, "paired", False) else 1)
+            output = super().train_batch(data)
+            if output is not None:  # None on ranks that hold no output, as in a pipeline
+                tu.get(output, "metrics").update(audited)
+            return output
 
     return ScaledTrainingWorker
 

@@ -33,6 +33,7 @@ class AuditRun:
         steps: How many.
         audited: Which of them.
         lr: Learning rate.
+        trinity: ``stock`` or ``scaled``: Trinity-RFT's PPO loss, in the training worker that its plugin makes.
         shadow: A ``loss_mode`` and ``loss_agg_mode`` of verl's loss, which trains in place of the case's, or a loss.
     """
 
@@ -42,6 +43,7 @@ class AuditRun:
     audited: tuple[int, ...] = (1,)
     lr: float = 0.0
     shadow: Any = None
+    trinity: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
     from trinity_loss.verl.audit import AuditSettings
     from trinity_loss.verl.harness.rank import cut
 
+    global trinity_audit, trinity_rft
+    if runs[0].trinity:
+        from trinity_loss import trinity_audit, trinity_rft
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -121,16 +126,23 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
         fault.configure(config)
         return config
 
+    if runs[0].trinity:
+        from trinity_loss.verl import worker as workers
+
+        workers.make_training_worker = trinity_rft._make_training_worker
     harness.worker_config = worker_config
     harness.read_gradients = lambda engine: {}  # Whole ones, which nobody looks at here.
     results = []
     for number, run in enumerate(runs):
+        if run.trinity:
+            audited = ",".join(map(str, run.audited))
+            os.environ.update({trinity_audit.STEPS: audited, trinity_audit.FOLDER: str(Path(folder) / str(number))})
         worker = harness.build(run.case, model)
         torch.manual_seed(1)
         worker.reset()
         fault.plant(worker)
         size, rank = worker.engine.get_data_parallel_size(), worker.engine.get_data_parallel_rank()
-        worker.set_loss_fn(load(run.case.loss))
+        worker.set_loss_fn(trinity_loss_fn(run.trinity) if run.trinity else load(run.case.loss))
         if run.shadow is not None:
             worker.loss_fn = shadow_loss(run.shadow)
         reports = Path(folder) / str(number)
@@ -167,6 +179,24 @@ def result_of(folder: Path, metrics: list[dict[str, Any]], states: list[str], wa
     reports = {step: json.loads(path.read_text()) for step, path in files.items()}
     texts = {step: path.with_suffix(".md").read_text() for step, path in files.items()}
     return AuditResult(reports, texts, plain, states, warned)
+
+
+def trinity_loss_fn(kind: str) -> Any:
+    """Trinity-RFT's PPO loss with a KL term, as it is or scaled."""
+    from trinity.algorithm import KL_FN, POLICY_LOSS_FN
+    from trinity.common.config import AlgorithmConfig
+    from trinity.trainer.verl import losses
+
+    algorithm = AlgorithmConfig(
+        policy_loss_fn="ppo",
+        policy_loss_fn_args=POLICY_LOSS_FN.get("ppo").default_args(),
+        kl_loss_fn="k2",
+        kl_loss_fn_args={**KL_FN.get("k2").default_args(), "kl_coef": 0.1},
+        entropy_loss_fn="none",
+        entropy_loss_fn_args={"entropy_coef": 0.0},
+        loss_agg_mode="token-mean",
+    )
+    return {"stock": losses.TrinityPolicyLoss, "scaled": trinity_rft.ScaledTrinityPolicyLoss}[kind](algorithm)
 
 
 def shadow_loss(loss: Any) -> Any:
@@ -341,7 +371,9 @@ def run_all(job: tuple[str, list[AuditRun]]) -> list[AuditResult]:
     importlib.import_module("verl.workers.engine")
     results: list[AuditResult] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, (_, group) in enumerate(groupby(runs, key=lambda r: (r.case.engine_options, r.fault, r.lr))):
+        for number, (_, group) in enumerate(
+            groupby(runs, key=lambda r: (r.case.engine_options, r.fault, r.lr, r.trinity))
+        ):
             some = list(group)
             layers = max(2, some[0].case.pipeline * (some[0].case.virtual_pipeline or 1))
             save_tiny_model(f"{folder}/model{layers}", layers)

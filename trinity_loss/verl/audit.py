@@ -30,7 +30,7 @@ from verl.utils.device import get_torch_device
 from verl.utils.metric import Metric, reduce_metrics
 
 from trinity_loss.jagged import jagged_parts
-from trinity_loss.loss_config import LossConfig
+from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.recorder import Recorder
 from trinity_loss.verl.audit_passes import Pass, plan
 from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares
@@ -94,13 +94,19 @@ class Observer:
         self.micro_batches += 1
         try:
             if self.recorded < self.record:
-                self.recorder.add(model_output, data)
-                self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
+                self._record(model_output, data)
             self._keep(model_output, data, dp_group)
             return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
         except Exception as error:
             self.error = self.error or error
             return model_output["log_probs"].values().sum() * 0.0, {}
+
+    def _record(self, model_output: Any, data: Any) -> None:
+        self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
+        try:
+            self.recorder.add(model_output, data)
+        except Exception:  # Fields that nobody knows how to lay out again: then the loss is not tried by itself.
+            self.recorder, self.record = Recorder(0), 0
 
     def _keep(self, model_output: Any, data: Any, dp_group: Any) -> None:
         _, offsets = jagged_parts(model_output["log_probs"])
@@ -116,13 +122,15 @@ class Observer:
             self.rows[row] = ({name: value[part] for name, value in values.items()}, place == 0)
 
 
-def audit(worker: Any, data: TensorDict, config: LossConfig) -> dict[str, float]:
+def audit(worker: Any, data: TensorDict, settings: AuditSettings, step: int, group_size: int = 1) -> dict[str, float]:
     """Audits a mini-batch before it is trained on; every rank of the worker must call this.
 
     Args:
-        worker: Our training worker.
+        worker: A training worker of verl.
         data: The mini-batch as ``train_batch`` is given it, the totals of the mini-batch attached; it is not changed.
-        config: The configuration of the loss.
+        settings: What the configuration says.
+        step: The training step.
+        group_size: So many consecutive rows stay together where the loss is tried by itself, as pairs do.
 
     Returns:
         The ``audit/…`` metrics, the same on every rank; empty, with a warning, where the audit itself failed.
@@ -134,11 +142,11 @@ def audit(worker: Any, data: TensorDict, config: LossConfig) -> dict[str, float]
     try:
         keep = tu.get(data, "disable_auto_offload", default=False)
         with as_it_was(worker.engine) as rewind, worker.engine.train_mode(disable_auto_offload=keep):
-            return _Audit(worker, data, config, group, rewind).run()
+            return _Audit(worker, data, settings, step, group_size, group, rewind).run()
     except EngineFailed:
         raise
     except Exception as error:
-        warnings.warn(f"audit of step {worker.steps.step} left out, training goes on: {said(error)}", stacklevel=2)
+        warnings.warn(f"audit of step {step} left out, training goes on: {said(error)}", stacklevel=2)
         return {}
     finally:
         dist.destroy_process_group(group)
@@ -154,10 +162,17 @@ class _Audit:
     """One audit on one rank. What decides how it goes on is the same on every rank."""
 
     def __init__(
-        self, worker: Any, data: TensorDict, config: LossConfig, group: Any, rewind: Callable[[], None]
+        self,
+        worker: Any,
+        data: TensorDict,
+        settings: AuditSettings,
+        step: int,
+        group_size: int,
+        group: Any,
+        rewind: Callable[[], None],
     ) -> None:
-        self.worker, self.engine, self.data, self.config = worker, worker.engine, data, config
-        self.settings, self.step, self.group, self.rewind = worker.auditing, worker.steps.step, group, rewind
+        self.worker, self.engine, self.data, self.settings = worker, worker.engine, data, settings
+        self.step, self.group_size, self.group, self.rewind = step, group_size, group, rewind
         self.loss_fn = getattr(worker.loss_fn, "verl_loss", worker.loss_fn)
         self.recorder = Recorder(sys.maxsize)
         self.shares = gradient_shares(self.engine, group)
@@ -213,7 +228,6 @@ class _Audit:
         observer = Observer(self.loss_fn)
         if not self.runs:
             observer.record = _RECORDED_TOKENS // self.engine.get_data_parallel_size()
-            self.recorder = observer.recorder
         gradients, tokens = Comparison(self.groups), Comparison(_TOKENS)
         output, error, of_engine, started = {}, None, False, time.perf_counter()
         try:
@@ -241,6 +255,8 @@ class _Audit:
                 self._recover(failed[0])
             return False
         loss, metrics = self._numbers(output)
+        if not self.runs:
+            self.recorder = observer.recorder
         self.runs.append(
             {"name": one.name, "against": against, "dynamic": one.dynamic, "size": one.size, "seconds": seconds,
              "micro_batches": max(count for _, _, count in everyone), "loss": loss, "metrics": metrics,
@@ -294,7 +310,7 @@ class _Audit:
             output.pop("model_output", None)
             timing = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
             reduced = tu.get(self.worker._postprocess_output(output, **timing), "metrics")
-            if self.loss_fn is self.worker.loss_fn:
+            if isinstance(self.loss_fn, EnginePolicyLoss):
                 reduce_over_ranks(reduced)
             numbers = reduce_metrics({k: _flat(v) for k, v in reduced.items() if not k.startswith("perf/")})
             return float(numbers.pop("loss")), {name: float(number) for name, number in numbers.items()}
@@ -325,7 +341,7 @@ class _Audit:
 
     def _report(self, started: float, needed: int) -> dict[str, float]:
         """Has rank 0 explain, print and write; the metrics on every rank."""
-        pairs = {"group_size": max(mode.group_size for mode in self.config.aggregation_modes.values())}
+        pairs = {"group_size": self.group_size}
         mine = self.recorder.parts if self.engine.is_mp_src_rank_with_outputs() else []
         parts = [part | pairs for part in chain.from_iterable(self._gather(mine))]
         metrics: dict[str, float] | str | None = None

@@ -26,7 +26,9 @@ def as_it_was(engine: Any) -> Iterator[Callable[[], None]]:
     Yields:
         What puts back the random states.
     """
-    buffers = [(b, b.detach().clone()) for module in modules_of(engine) for _, b in module.named_buffers()]
+    parts = [part for module in modules_of(engine) for part in module.modules()]
+    # By their place: an engine that offloads its model replaces them.
+    buffers = [(p, name, b.detach().clone()) for p in parts for name, b in p._buffers.items() if b is not None]
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     tracker = moe.get_moe_layer_wise_logging_tracker() if moe else {}
     logged = copy.deepcopy(tracker)
@@ -36,8 +38,8 @@ def as_it_was(engine: Any) -> Iterator[Callable[[], None]]:
     finally:
         rewind()
         with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+            for part, name, content in buffers:
+                part._buffers[name].copy_(content)  # type: ignore[union-attr]
         tracker.clear()
         tracker.update(logged)
 

@@ -78,7 +78,7 @@ def loss_gradient(
             continue
         if value.is_nested:
             values, offsets = jagged_parts(value)
-            copy = values.detach().clone().requires_grad_(values.requires_grad or name == "log_probs")
+            copy = values.detach().clone().requires_grad_(value.requires_grad or name == "log_probs")
             outputs[name] = torch.nested.nested_tensor_from_jagged(copy, offsets=offsets)
         else:
             outputs[name] = copy = value.detach().clone().requires_grad_(value.requires_grad or name == "log_probs")

@@ -150,7 +150,8 @@ class TrinityWorkerMixin:
             return {}
         from trinity_loss.verl.audit import audit
 
-        return audit(self, data, config)
+        group_size = max(mode.group_size for mode in config.aggregation_modes.values())
+        return audit(self, data, self.auditing, self.steps.step, group_size)
 
     def select(self, data: TensorDict, config: LossConfig) -> None:
         """Chooses among the tokens of the mini-batch, over the ranks, where the loss asks for it."""
