@@ -26,9 +26,7 @@ def test_json_has_every_case_and_cost(capsys):
     assert bench("--modes", modes, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["cases"]) == 8
-    assert report["bandwidth"] > 0
     for case in report["cases"]:
-        assert case["floor_seconds"] == pytest.approx(29 * case["tokens"] / report["bandwidth"])
         assert {"verl", "ours"} <= set(case["losses"]) <= set(LOSS_NAMES)
         for cost in case["losses"].values():
             assert cost["seconds"] > 0
@@ -44,7 +42,7 @@ def test_table_and_figure(capsys, tmp_path):
     assert bench("--losses", "verl,ours", "--plot", str(tmp_path / "speed.png")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum("2×12 fill 0.5" in line for line in lines) == 1
-    assert any("bytes per token" in line for line in lines)
+    assert any("B/token" in line for line in lines)
     assert (tmp_path / "speed.png").stat().st_size > 0
 
 
@@ -90,7 +88,7 @@ def test_memory_and_operations_follow_the_tokens_that_count(request):
         return ours.peak_bytes / result.num_tokens, ours.operations, ours.traffic_bytes / result.num_tokens
 
     base, operations, moved = cost(Case(16, 2000, 0.5))
-    # Eight passes at least: the floor reads six vectors and writes two.
+    # What must be read and written at least: six vectors and two gradients.
     assert 29 < moved < 1000
     for same in (Case(16, 4000, 0.25), Case(160, 2000, 0.5), Case(1, 16000, 1.0), Case(512, 32, 1.0)):
         bytes_per_token, count, moved_here = cost(same)

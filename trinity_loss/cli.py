@@ -213,11 +213,11 @@ def _run_doctor(arguments: argparse.Namespace) -> bool:
 
 
 def _run_bench(arguments: argparse.Namespace) -> bool:
-    from trinity_loss.bench import Options, bench
+    from trinity_loss.bench import BenchOptions, bench
 
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]!r} is a Hydra override; bench reads no configuration")
-    return bench(Options(**_given(Options, arguments)))
+    return bench(BenchOptions(**_given(BenchOptions, arguments)))
 
 
 def _run_audit(arguments: argparse.Namespace) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
-from trinity_loss.bench import Options, bench
+from trinity_loss.bench import BenchOptions, bench
 from trinity_loss.invariance.audit_report import load_audit
 from trinity_loss.tables import print_table
 from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineResult, run_cases
@@ -59,9 +59,9 @@ class Check:
 def speed(device: str, seconds: float) -> tuple[bool, str]:
     """Compare loss and gradient with verl's ppo_loss, and time both, in the cases of docs/speed.md."""
     options = (
-        Options(device=device)
+        BenchOptions(device=device)
         if device == "cuda"
-        else Options(sequences=(8,), longest=(64,), fill=(0.5,), modes=("token-mean",), runs=1)
+        else BenchOptions(sequences=(8,), longest=(64,), fill=(0.5,), modes=("token-mean",), runs=1)
     )
     return bench(options), "agrees with verl's ppo_loss in every case, times above"
 

@@ -9,17 +9,17 @@ import json
 from dataclasses import dataclass
 
 from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
-from trinity_loss.bench.cost import Result, measure, measure_bandwidth
+from trinity_loss.bench.cost import Result, measure
 from trinity_loss.bench.peers import LOSS_NAMES, Unsupported, make_losses
 from trinity_loss.errors import ConfigError
 
-__all__ = ["CASE_SETS", "LOSS_NAMES", "Case", "Options", "Result", "bench", "measure"]
+__all__ = ["CASE_SETS", "LOSS_NAMES", "BenchOptions", "Case", "Result", "bench", "measure"]
 
 CASE_SETS = {"goals": GOALS, "sweep": SWEEP, "scaling": SCALING}
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What to measure and how to show it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Options:
     seed: int = 0
 
 
-def bench(options: Options) -> bool:
+def bench(options: BenchOptions) -> bool:
     """Measures, prints and draws.
 
     Returns:
@@ -74,10 +74,7 @@ def bench(options: Options) -> bool:
     # Time spent by this thread is all that is spent, and other processes do not count.
     torch.set_num_threads(1)
     try:
-        bandwidth = measure_bandwidth(options.device)
         results = [_measure(case, options) for case in _cases(options)]
-        # Again at the end: a machine that slowed down meanwhile shows.
-        bandwidth = max(bandwidth, measure_bandwidth(options.device))
     finally:
         torch.set_num_threads(threads)
     shares = {}
@@ -86,23 +83,23 @@ def bench(options: Options) -> bool:
 
         shares = measure_shares(options.losses, options.runs)
     if options.json:
-        print(json.dumps(cost_table.as_dict(results, bandwidth, shares, options), indent=2))
+        print(json.dumps(cost_table.as_dict(results, shares, options.device, options.runs), indent=2))
     else:
-        cost_table.print_report(results, bandwidth, shares, options)
+        cost_table.print_report(results, shares, options.device, options.runs)
     if options.plot is not None:
         from trinity_loss.bench.speed_figure import draw
 
-        draw(results, bandwidth, options.plot)
+        draw(results, options.plot)
     return all(result.agrees for result in results)
 
 
-def _cases(options: Options) -> tuple[Case, ...]:
+def _cases(options: BenchOptions) -> tuple[Case, ...]:
     if options.sequences or options.longest or options.fill or options.modes:
         return product(options.sequences, options.longest, options.fill, options.modes)
     return CASE_SETS[options.cases]
 
 
-def _measure(case: Case, options: Options) -> Result:
+def _measure(case: Case, options: BenchOptions) -> Result:
     losses = {}
     for name, make in make_losses(options.losses).items():
         try:

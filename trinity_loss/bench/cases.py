@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import product as combinations
-from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+from trinity_loss.invariance.layouts import build
+from trinity_loss.invariance.minibatch import MiniBatch
 
 #: Spread of the logarithm of response lengths.
 SPREAD = 0.9
@@ -105,11 +105,11 @@ def product(
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """A micro-batch and the flat values that the model output is made of.
+class MeasuredBatch:
+    """A micro-batch, which is its mini-batch, and the flat values that the model output is made of.
 
     Attributes:
-        data: Fields, jagged over the responses, and the totals of the mini-batch, which is this micro-batch.
+        data: Fields, jagged over the responses, and the totals.
         log_probs: Leaf [M] over prompts and responses.
         entropy: Leaf [M].
         offsets: int64 [S + 1], where each sequence starts in the leaves.
@@ -132,47 +132,31 @@ class MicroBatch:
         }
 
 
-def make_micro_batch(case: Case, *, device: str = "cpu", seed: int = 0) -> MicroBatch:
+def make_micro_batch(case: Case, *, device: str = "cpu", seed: int = 0) -> MeasuredBatch:
     """Draws the micro-batch of a case."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
     generator = torch.Generator().manual_seed(seed)
     valid = case.lengths(seed)
     lengths = torch.cat([valid, torch.full((case.masked_rows,), 16)])
     prompts = torch.randint(SHORTEST_PROMPT, LONGEST_PROMPT, lengths.shape, generator=generator)
-    rows = len(lengths)
+    num_tokens = int(valid.sum())
 
-    def jagged(tensors: list[Tensor]) -> Tensor:
-        # Like this, and not from offsets, since it notes the longest: else verl pads to the sum of all.
-        return torch.nested.as_nested_tensor([t.to(device) for t in tensors], layout=torch.jagged)
-
-    def noise(scale: float) -> list[Tensor]:
-        return [torch.randn(int(n), generator=generator) * scale for n in lengths]
+    def noise(scale: float) -> Tensor:
+        return torch.randn(int(lengths.sum()), generator=generator) * scale
 
     old = noise(0.3)
-    fields: dict[str, Any] = {
-        "prompts": jagged([torch.zeros(int(n), dtype=torch.int64) for n in prompts]),
-        "responses": jagged([torch.zeros(int(n), dtype=torch.int64) for n in lengths]),
-        "response_mask": jagged([torch.full((int(n),), int(i < len(valid))) for i, n in enumerate(lengths)]),
-        "old_log_probs": jagged(old),
-        "advantages": jagged(noise(1.0)),
-        "ref_log_prob": jagged([o + torch.randn(len(o), generator=generator) * 0.2 for o in old]),
-    }
-    data = TensorDict(fields, batch_size=[rows])
-    num_tokens = int(valid.sum())
-    tu.assign_non_tensor(data, batch_num_tokens=num_tokens, dp_size=1, global_batch_size=rows)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (prompts + lengths).cumsum(0)])
-    # Near the old log-probs, which stand one place to the left, so that some ratios are clipped and most are not.
-    pieces = []
-    for prompt, values in zip(prompts.tolist(), old, strict=True):
-        current = values + torch.randn(len(values), generator=generator) * 0.3
-        pieces.append(torch.cat([torch.zeros(prompt - 1), current, torch.zeros(1)]))
-    size = int(offsets[-1])
-    return MicroBatch(
-        data=data,
-        log_probs=torch.cat(pieces).to(device).requires_grad_(),
-        entropy=torch.rand(size, generator=generator).to(device).requires_grad_(),
-        offsets=offsets.to(device),
-        num_tokens=num_tokens,
+    batch = MiniBatch(
+        prompt_lengths=prompts,
+        response_lengths=lengths,
+        response_mask=torch.repeat_interleave(torch.arange(len(lengths)) < len(valid), lengths).long(),
+        # Near the old log-probs, so that some ratios are clipped and most are not.
+        log_probs=old + noise(0.3),
+        entropy=noise(1.0).abs(),
+        token_fields={"old_log_probs": old, "advantages": noise(1.0), "ref_log_prob": old + noise(0.2)},
     )
+    built = build(batch, range(len(lengths)), "nested")
+    totals = {"batch_num_tokens": num_tokens, "dp_size": 1, "global_batch_size": len(lengths)}
+    # Leaves of their own: how they came out of the drawn values is no part of a backward pass.
+    output = {name: x.to(device) for name, x in built.model_output(batch.log_probs, batch.entropy).items()}
+    log_probs, entropy = (x.values().detach().requires_grad_() for x in output.values())
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (prompts + lengths).cumsum(0)]).to(device)
+    return MeasuredBatch(built.with_totals(totals).to(device), log_probs, entropy, offsets, num_tokens)

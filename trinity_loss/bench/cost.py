@@ -17,12 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trinity_loss.bench.cases import Case, MicroBatch, make_micro_batch
+from trinity_loss.bench.cases import Case, MeasuredBatch, make_micro_batch
 from trinity_loss.bench.peers import LossFn
 
-#: Read: log-prob, old log-prob, advantage, reference, entropy (float32) and a mask of one byte; written: two
-#: float32 gradients.
-FLOOR_BYTES_PER_TOKEN = 29
 AGREEMENT = 1e-6
 WARM_UP_RUNS = 2
 
@@ -42,7 +39,8 @@ class Cost:
         peak_bytes: Most memory in use during the call above what was in use before.
         traffic_bytes: Read and written by all operations together, if each reads its inputs and writes its outputs
             once; within an operation of a jagged tensor only its values are seen.
-        loss_error: Relative distance of the loss from the first one's.
+        loss_error: Distance of the loss from the first one's, relative to the sum of the gradient's magnitudes: the
+            loss itself may be next to nothing where its tokens cancel.
         gradient_error: Relative distance of the gradients by log-probs and entropies.
     """
 
@@ -68,10 +66,6 @@ class Result:
     def agrees(self) -> bool:
         """Whether all losses gave the same value and gradient."""
         return all(max(cost.loss_error, cost.gradient_error) <= AGREEMENT for cost in self.costs.values())
-
-    def floor_seconds(self, bandwidth: float) -> float:
-        """Time to read and write once what must be, at ``bandwidth`` bytes per second."""
-        return self.num_tokens * FLOOR_BYTES_PER_TOKEN / bandwidth
 
 
 def measure(case: Case, losses: Mapping[str, LossFn], *, device: str = "cpu", runs: int = 9, seed: int = 0) -> Result:
@@ -105,23 +99,10 @@ def measure(case: Case, losses: Mapping[str, LossFn], *, device: str = "cpu", ru
             host_reads=host_reads,
             peak_bytes=peak,
             traffic_bytes=_traffic(loss_fn, batch),
-            loss_error=_distance(outcomes[name][0], outcomes[first][0]),
-            gradient_error=_distance(outcomes[name][1], outcomes[first][1]),
+            loss_error=float((outcomes[name][0] - outcomes[first][0]).abs() / outcomes[first][1].abs().sum()),
+            gradient_error=float((outcomes[name][1] - outcomes[first][1]).norm() / outcomes[first][1].norm()),
         )
     return Result(case, batch.num_tokens, costs)
-
-
-def measure_bandwidth(device: str) -> float:
-    """Bytes per second of a copy that no cache holds, read and written bytes both counted."""
-    source = torch.ones(2**24, device=device)
-    target = torch.empty_like(source)
-    clock = _clock(device)
-    seconds = []
-    for _ in range(9):
-        start = clock()
-        target.copy_(source)
-        seconds.append(clock() - start)
-    return 2 * source.nbytes / statistics.median(seconds)
 
 
 def _clock(device: str) -> Callable[[], float]:
@@ -136,13 +117,13 @@ def _clock(device: str) -> Callable[[], float]:
     return synchronized
 
 
-def _step(loss_fn: LossFn, model_output: dict[str, Tensor], batch: MicroBatch) -> Tensor:
+def _step(loss_fn: LossFn, model_output: dict[str, Tensor], batch: MeasuredBatch) -> Tensor:
     loss, _ = loss_fn(model_output=model_output, data=batch.data)
     loss.backward()
     return loss.detach()
 
 
-def _time(loss_fn: LossFn, batch: MicroBatch, device: str) -> float:
+def _time(loss_fn: LossFn, batch: MeasuredBatch, device: str) -> float:
     model_output = batch.model_output()
     clock = _clock(device)
     gc.disable()
@@ -154,7 +135,7 @@ def _time(loss_fn: LossFn, batch: MicroBatch, device: str) -> float:
         gc.enable()
 
 
-def _outcome(loss_fn: LossFn, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def _outcome(loss_fn: LossFn, batch: MeasuredBatch) -> tuple[Tensor, Tensor]:
     """Loss and gradients in float64."""
     loss = _step(loss_fn, batch.model_output(), batch)
     assert batch.log_probs.grad is not None
@@ -162,11 +143,7 @@ def _outcome(loss_fn: LossFn, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return loss.double(), torch.cat([batch.log_probs.grad, batch.entropy.grad]).double()
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
-def _count(loss_fn: LossFn, batch: MicroBatch, device: str) -> tuple[int, int, int]:
+def _count(loss_fn: LossFn, batch: MeasuredBatch, device: str) -> tuple[int, int, int]:
     """Operations, host reads and peak extra bytes of one call."""
     # The profiler's own log announces every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")
@@ -217,7 +194,7 @@ class _Traffic(TorchDispatchMode):
         return result
 
 
-def _traffic(loss_fn: LossFn, batch: MicroBatch) -> int:
+def _traffic(loss_fn: LossFn, batch: MeasuredBatch) -> int:
     model_output = batch.model_output()
     with _Traffic() as traffic:
         _step(loss_fn, model_output, batch)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trinity_loss.bench.cost import FLOOR_BYTES_PER_TOKEN, Result
+from trinity_loss.bench.cost import Result
 from trinity_loss.tables import print_table
 
 if TYPE_CHECKING:
-    from trinity_loss.bench import Options
-    from trinity_loss.bench.engine_share import Share
+    from trinity_loss.bench.engine_share import StepShare
 
 _HEADERS = (
     "case",
@@ -23,7 +22,6 @@ _HEADERS = (
     "ms",
     "faster",
     "goal",
-    "× floor",
     "peak MB",
     "of verl's",
     "B/token",
@@ -33,17 +31,16 @@ _HEADERS = (
 )
 
 
-def print_report(results: Sequence[Result], bandwidth: float, shares: Mapping[str, Share], options: Options) -> None:
+def print_report(results: Sequence[Result], shares: Mapping[str, StepShare], device: str, runs: int) -> None:
     """Prints a row per case and loss, and what the columns mean."""
-    print_table(_HEADERS, [row for result in results for row in _rows(result, bandwidth)])
-    clock = "time of the thread" if options.device == "cpu" else "synchronized wall time"
+    print_table(_HEADERS, [row for result in results for row in _rows(result)])
+    clock = "time of the thread" if device == "cpu" else "synchronized wall time"
     print(
         f"forward + backward of ppo, KL and entropy terms with all metrics; one thread, {clock}, medians of "
-        f"{options.runs} interleaved runs; torch {torch.__version__}, {options.device}\n"
-        f"faster: median of ratios to the first loss. floor: {FLOOR_BYTES_PER_TOKEN} bytes per token at the "
-        f"{bandwidth / 1e9:.1f} GB/s of a copy measured in this run.\n"
-        "peak: memory in use above what was before the call. B/token: bytes that all operations together read and\n"
-        "write, per token. ops: ATen calls. reads: waits for the device.\n"
+        f"{runs} interleaved runs; torch {torch.__version__}, {device}\n"
+        "faster: median of ratios to the first loss. peak: memory in use above what was before the call.\n"
+        "B/token: bytes that all operations together read and write, per token. ops: ATen calls. reads: waits for\n"
+        "the device. "
         "differs by: relative distance of loss or gradient, whichever is larger, from the first loss's."
     )
     for name, share in shares.items():
@@ -53,7 +50,7 @@ def print_report(results: Sequence[Result], bandwidth: float, shares: Mapping[st
         )
 
 
-def _rows(result: Result, bandwidth: float) -> list[list[str]]:
+def _rows(result: Result) -> list[list[str]]:
     rows = []
     case, first = result.case, next(iter(result.costs))
     for name, cost in result.costs.items():
@@ -67,7 +64,6 @@ def _rows(result: Result, bandwidth: float) -> list[list[str]]:
                 f"{cost.seconds * 1e3:.2f}",
                 f"{cost.speedup:.2f}",
                 f"{case.goal:g}" if case.goal is not None and name == "ours" else "",
-                f"{cost.seconds / result.floor_seconds(bandwidth):.1f}",
                 f"{cost.peak_bytes / 1e6:.2f}",
                 f"{cost.peak_bytes / base.peak_bytes:.2f}",
                 f"{cost.traffic_bytes / result.num_tokens:.0f}",
@@ -79,22 +75,17 @@ def _rows(result: Result, bandwidth: float) -> list[list[str]]:
     return rows
 
 
-def as_dict(
-    results: Sequence[Result], bandwidth: float, shares: Mapping[str, Share], options: Options
-) -> dict[str, Any]:
+def as_dict(results: Sequence[Result], shares: Mapping[str, StepShare], device: str, runs: int) -> dict[str, Any]:
     """Everything that was measured, in seconds and bytes."""
     return {
-        "device": options.device,
+        "device": device,
         "torch": torch.__version__,
         "threads": 1,
-        "runs": options.runs,
-        "bandwidth": bandwidth,
-        "floor_bytes_per_token": FLOOR_BYTES_PER_TOKEN,
+        "runs": runs,
         "cases": [
             {
                 **dataclasses.asdict(result.case),
                 "tokens": result.num_tokens,
-                "floor_seconds": result.floor_seconds(bandwidth),
                 "losses": {name: dataclasses.asdict(cost) for name, cost in result.costs.items()},
             }
             for result in results

@@ -19,7 +19,7 @@ _ROWS = 32
 
 
 @dataclass(frozen=True)
-class Share:
+class StepShare:
     """Medians over steps of the FSDP engine, with a tiny model on a CPU.
 
     Attributes:
@@ -64,7 +64,7 @@ class Timed:
         return surrogate, {**metrics, _METRIC: Metric(AggregationType.SUM, seconds)}
 
 
-def measure_shares(names: Sequence[str], steps: int) -> dict[str, Share]:
+def measure_shares(names: Sequence[str], steps: int) -> dict[str, StepShare]:
     """Runs each loss through verl's FSDP engine in a process of its own, steps in turn.
 
     Raises:
@@ -81,7 +81,7 @@ def measure_shares(names: Sequence[str], steps: int) -> dict[str, Share]:
     shares = {}
     for name in losses:
         mine = [result for result in results if result.case.label == name]
-        shares[name] = Share(
+        shares[name] = StepShare(
             statistics.median(result.metrics[_METRIC] for result in mine),
             statistics.median(result.seconds for result in mine),
             mine[0].gradient.numel(),

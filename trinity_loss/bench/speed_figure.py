@@ -15,14 +15,13 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(results: Sequence[Result], bandwidth: float, path: str) -> None:
+def draw(results: Sequence[Result], path: str) -> None:
     """Draws time against each size that varies while the others are those of the first case.
 
     Where none varies alone, against the number of tokens.
 
     Args:
         results: What was measured.
-        bandwidth: Bytes per second, for the floor.
         path: Where to write; the ending chooses the format.
 
     Raises:
@@ -43,8 +42,6 @@ def draw(results: Sequence[Result], bandwidth: float, path: str) -> None:
             points = [(x, r.costs[name].seconds * 1e3) for x, r in curve if name in r.costs]
             if points:
                 panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-        floor = [(x, r.floor_seconds(bandwidth) * 1e3) for x, r in curve]
-        panel.plot(*zip(*floor, strict=True), color="0.6", linestyle="--", label="memory floor")
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         if size != "fill":
