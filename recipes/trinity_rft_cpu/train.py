@@ -240,12 +240,12 @@ def train(loss: str, pieces: int, options: argparse.Namespace, data: Path) -> li
 
 
 def spread(records: list[list[dict[str, float]]], key: str) -> float:
-    """Return how far apart a metric is in some runs, over all steps: relatively, for small values to 0.01.
+    """Return how far apart a metric is in some runs, over all steps: relatively, for small values to 0.1.
 
     A mean that is small because its terms cancel has their rounding in float32.
     """
     steps = [[record[key] for record in of_step] for of_step in zip(*records, strict=True)]
-    return max((max(values) - min(values)) / max(map(abs, [*values, 0.01])) for values in steps)
+    return max((max(values) - min(values)) / max(map(abs, [*values, 0.1])) for values in steps)
 
 
 def draw(norms: dict[str, dict[float, float]], file: Path) -> None:

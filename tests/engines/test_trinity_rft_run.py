@@ -52,7 +52,7 @@ def test_it_fails_when_training_fails_though_trinity_run_ends_with_0(tmp_path):
 
 def test_what_cannot_be_exact_is_refused_before_anything_starts(tmp_path):
     run = trinity_rft(
-        tmp_path, "--losses", "adapter", "--algorithm", "dpo", "--micro-batches", "4", "buffer.train_batch_size=6"
+        tmp_path, "buffer.train_batch_size=6", "--losses", "adapter", "--algorithm", "dpo", "--micro-batches", "4"
     )
     assert run.returncode == 1
     assert "buffer.train_batch_size is 6 on 2 data-parallel ranks, which takes pairs of DPO apart" in run.stdout
