@@ -32,7 +32,7 @@ from trinity_loss import LossConfig
 
 assert LossConfig(loss_mode="my_package.my_losses:reinforce", loss_args={"baseline": 0.5}).policy_loss.fields
 """,
-    "moving-over.md": "",
+    "trinity-rft.md": "",
     "modes.md": """
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.invariance import assert_invariant
