@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from trinity_loss.row_values import MicroBatchData
 from trinity_loss.selection import Ranks, token_numbers
 from trinity_loss.sequence_groups import find_local_groups, read_attached_groups
 from trinity_loss.token_losses import Term, TokenLosses
-from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import VALID_TOKENS, GroupCount, Totals, find_count, read_totals
 
 #: Key of each term's metric, and its name among the modes.
@@ -75,12 +74,9 @@ class TrinityPolicyLoss:
         self._groups = {count: name for count, name in counts.items() if isinstance(count, GroupCount)}
 
     def __repr__(self) -> str:
-        changed = (
-            f"{f.name}={getattr(self.config, f.name)!r}"
-            for f in fields(self.config)
-            if f.name in ("loss_mode", "loss_agg_mode") or getattr(self.config, f.name) != getattr(LossConfig(), f.name)
-        )
-        return f"{type(self).__name__}({', '.join(changed)})"
+        given, default = vars(self.config), vars(LossConfig())
+        shown = (name for name in given if name in ("loss_mode", "loss_agg_mode") or given[name] != default[name])
+        return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in shown)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.config,)
@@ -174,14 +170,10 @@ class TrinityPolicyLoss:
         """The loss, 0-d in float64 without a graph, and its gradient [N] by each part of the model output."""
         loss = torch.zeros((), dtype=torch.float64, device=terms[0].values.device)
         gradients: dict[str, Tensor] = {}
-        shared: list[tuple[AggregationMode, ResponseTokens, Tensor]] = []
         for term in terms:
             mode, tokens = term.mode, term.tokens
             if mode.is_linear:
-                # Terms that share mode and tokens share their weights.
-                known = [w for m, t, w in shared if t is tokens and m == mode]
-                weights = known[0] if known else mode.token_weights(tokens, term.values.dtype)
-                shared.append((mode, tokens, weights))
+                weights = mode.token_weights(tokens, term.values.dtype)
                 numerator = tokens.weighted_sum(term.values, weights)
             else:
                 numerator, weights = mode.linearize(term.values, tokens)

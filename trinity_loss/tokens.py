@@ -48,22 +48,13 @@ def equal(left: Tensor, right: Tensor) -> Tensor:
     return torch.eq(left, right, out=torch.empty_like(left))
 
 
-def group_labels(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers equal keys 0, 1, 2, … in ascending order, without reading anything back to the host.
-
-    Args:
-        keys: Integer tensor [n].
-
-    Returns:
-        Labels int64 [n], and the mask bool [n] of the labels that occur (labels are below n).
-    """
+def _numbered(keys: Tensor) -> Tensor:
+    """Equal integers [n] as equal numbers below n, without reading anything back to the host."""
     ordered, order = torch.sort(keys, stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
     ordered_labels = first.cumsum(0) - 1
-    labels = torch.empty_like(ordered_labels).scatter_(0, order, ordered_labels)
-    exists = torch.zeros_like(first).scatter_(0, labels, torch.ones_like(first))
-    return labels, exists
+    return torch.empty_like(ordered_labels).scatter_(0, order, ordered_labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +247,7 @@ class ResponseTokens:
             # Any token of a slot names its group: the ids of one sequence are equal.
             per_slot = torch.zeros(self.num_slots, dtype=ids.dtype, device=ids.device)
             ids = per_slot.scatter_(0, self.sequence, ids)
-        labels, _ = group_labels(ids)
+        labels = _numbered(ids)
         zeros = torch.zeros_like(self.counts)
         sizes = zeros.index_add(0, labels, self.counts)
         exists = torch.ones_like(self.counts) if self.exists is None else self.exists.to(torch.int64)
