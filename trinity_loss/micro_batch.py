@@ -77,7 +77,7 @@ class MicroBatch:
         """
         raw = {name: source.gather() for name, source in self.sources.items()}
         raw |= {name: self.raw(name) for name in names}
-        table = self.tokens.select(torch.stack([values.to(self.dtype) for values in raw.values()]))
+        table = torch.stack([values.to(self.dtype) for values in raw.values()]).masked_fill_(~self.tokens.mask, 0)
         faults = (*self.faults, *map(self._unequal, filter(self._is_jagged_field, names)))
         return replace(self, values=dict(zip(raw, table.unbind(), strict=True)), total=table.sum(), faults=faults)
 
