@@ -279,6 +279,16 @@ def test_a_loss_of_a_users_own_is_found_out_by_trial():
         assert_same(play(ScaledTrinityPolicyLoss.of(loss), parts), whole)
 
 
+def test_a_metric_that_comes_only_now_and_then_is_left_as_it_is():
+    class Seldom(Own):
+        def __call__(self, logprob, old_logprob, action_mask, advantages, **kwargs):
+            loss = masked_mean(-advantages * logprob, action_mask)
+            return loss, {"seldom": 7.0} if logprob.shape[1] == 12 else {}
+
+    got = play(ScaledTrinityPolicyLoss.of(own_loss(Seldom)), cut(SAMPLES, 2))
+    assert got.emitted[0][0]["actor/seldom"] == 7.0
+
+
 def test_what_no_weight_makes_exact_is_refused_by_name():
     class Spread(Own):
         def __call__(self, logprob, old_logprob, action_mask, advantages, **kwargs):

@@ -154,7 +154,9 @@ class ScaledTerm:
     calculate_kl_loss = __call__
 
     def _share(self, key: str, value: float) -> Any:
-        kind = self.averages[key]
+        kind = self.averages.get(key)
+        if kind is None:  # It was not there when the function was tried: what it is an average over is not known.
+            return value
         if kind in ("max", "min"):
             return Metric(kind, value)
         weight = getattr(self.shares, kind)
