@@ -124,6 +124,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "TYPER_STANDARD_TRACEBACK": "1",  # Python's own, not one in boxes.
             "JE_ARROW_MALLOC_CONF": "background_thread:false",  # A process with threads cannot be forked.
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_register_timeout_seconds": "600",
