@@ -138,8 +138,9 @@ def audit(worker: Any, data: TensorDict, settings: AuditSettings, step: int, gro
     Raises:
         EngineFailed: Training could not go on from where the engine failed.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
+    group = None
     try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
         keep = tu.get(data, "disable_auto_offload", default=False)
         with as_it_was(worker.engine) as rewind, worker.engine.train_mode(disable_auto_offload=keep):
             return _Audit(worker, data, settings, step, group_size, group, rewind).run()
@@ -149,7 +150,8 @@ def audit(worker: Any, data: TensorDict, settings: AuditSettings, step: int, gro
         warnings.warn(f"audit of step {step} left out, training goes on: {said(error)}", stacklevel=2)
         return {}
     finally:
-        dist.destroy_process_group(group)
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def said(error: BaseException) -> str:
@@ -267,12 +269,11 @@ class _Audit:
     def _recover(self, text: str) -> None:
         """Passes as configured until one has the gradient of the first again: an engine may keep what it had summed."""
         again = replace(self.first, name=_RECOVERY)
-        for _ in range(3 if self.reference else 0):
+        for _ in range(3 if self.runs else 0):
             if self._pass(again):
                 off = _error(self.runs.pop(), "all")
-                if off <= max(
-                    self.tolerance, 3 * max(_error(run, "all") for run in self.runs if run["name"] == "repeat")
-                ):
+                noise = max((_error(run, "all") for run in self.runs if run["name"] == "repeat"), default=0.0)
+                if off <= max(self.tolerance, 3 * noise):
                     return
             else:
                 self.left_out.pop()
