@@ -202,7 +202,7 @@ def _make_training_worker(base: type[Any]) -> type[Any]:
     return ScaledTrainingWorker
 
 
-class _WorkerClass:
+class _ScaledWorkerClass:
     """What verl trains the actor with: the class that stands in its place when the worker is made, with our counts."""
 
     def __get__(self, worker: Any, owner: type[Any]) -> type[Any]:
@@ -213,7 +213,7 @@ class _WorkerClass:
 class ScaledActorRolloutRefWorker(_StockWorker):  # type: ignore[misc, valid-type]
     """Trinity-RFT's training worker, which builds the scaled loss."""
 
-    actor_worker_cls = _WorkerClass()
+    actor_worker_cls = _ScaledWorkerClass()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def set_trinity_config(self, algo_config: Any, rollout_engine_type: str, ray_namespace: str) -> None:
