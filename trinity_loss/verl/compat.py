@@ -111,6 +111,28 @@ POINTS = (
         ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "is_mp_src_rank_with_outputs"),
     ),
     Point(_ENGINE, "verl/harness/rank.py", ("forward_backward_batch", "optimizer_step")),
+    # What the audit calls in the worker's place, and reads of an engine.
+    Point(
+        f"{_WORKERS}:TrainingWorker._postprocess_output",
+        "verl/audit.py",
+        ("self", "output", "global_token_num", "delta_time", "forward_only", "images_seqlens"),
+    ),
+    Point(
+        f"{_WORKERS}:TrainingWorker.train_batch",
+        "verl/audit_passes.py",
+        says=("use_remove_padding=", "use_dynamic_bsz=", "max_token_len_per_gpu=", "micro_batch_size_per_gpu="),
+    ),
+    Point(f"{_ENGINE}.forward_backward_batch", "verl/audit.py", ("self", "data", "loss_function", "forward_only")),
+    Point(_ENGINE, "verl/audit.py", ("train_mode", "optimizer_zero_grad")),
+    Point(f"{_FSDP}._build_fsdp_module", "verl/audit.py", says=("self._autocast_dtype = param_dtype",)),
+    Point("verl.utils.tensordict_utils:index_select_tensor_dict", "verl/audit_passes.py", ("batch", "indices")),
+    Point("verl.utils.metric:reduce_metrics", "verl/audit.py", ("metrics",)),
+    Point(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        "verl/gradients.py",
+        says=("self.param_index_map", "self.buckets", "self.data_parallel_group"),
+        needs="megatron",
+    ),
     # What the trainers and the engines write into a micro-batch.
     Point("verl.trainer.ppo.ray_trainer:RayPPOTrainer._update_actor", "totals.py", says=("global_batch_size=",)),
     Point("verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor", "totals.py", says=('"global_batch_size":',)),
