@@ -69,6 +69,7 @@ def make_sequences(
                 prompt_length=int(draw.integers(1, 4)),
                 mask=tuple(int(m) for m in mask),
                 uid=f"empty-{i}" if i in empty else f"prompt-{prompts[i]}",
+                session=int(i % 3 == 0),
                 **{name: tuple(float(x) for x in array) for name, array in values.items()},
             )
         )

@@ -179,6 +179,7 @@ def totals_of(samples: Sequence[Sample], ranks: int, form: Form) -> dict[str, An
     if form.prompts:
         counted = samples if form.count_empty_prompts else [s for s in samples if s.tokens]
         given["batch_num_prompts"] = len({s.uid for s in counted})
+        given["batch_num_trajectories"] = len({s.trajectory for s in counted})
     if form.counts:
         given["batch_num_valid_tokens"] = given["batch_num_tokens"]
         given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
@@ -186,11 +187,13 @@ def totals_of(samples: Sequence[Sample], ranks: int, form: Form) -> dict[str, An
     return {k: v for k, v in (given | dict(form.totals)).items() if v is not None}
 
 
-def prompt_tokens(samples: Sequence[Sample]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for s in samples:
-        counts[s.uid] = counts.get(s.uid, 0) + s.tokens
-    return counts
+def group_tokens(samples: Sequence[Sample], i: int) -> dict[str, int]:
+    """Tokens of the prompt group and of the trajectory of a sequence, by the fields that carry them."""
+    here = samples[i]
+    return {
+        "prompt_num_tokens": sum(s.tokens for s in samples if s.uid == here.uid),
+        "trajectory_num_tokens": sum(s.tokens for s in samples if s.trajectory == here.trajectory),
+    }
 
 
 def hand_over(samples: Sequence[Sample], rows: Sequence[int], form: Form, totals: dict[str, Any]) -> MicroBatch:
@@ -209,9 +212,10 @@ def _row_by_row(
     alike = picked if form.bare else samples
     width = form.width or max(s.length for s in alike) + form.spare
     lengths, prompts = [s.length for s in picked], [s.prompt_length for s in picked]
-    data: dict[str, Any] = {"uid": [s.uid for s in picked]}
+    data: dict[str, Any] = {"uid": [s.uid for s in picked], "session_id": [s.session for s in picked]}
     if form.prompts:
-        data["prompt_num_tokens"] = torch.tensor([prompt_tokens(samples)[s.uid] for s in picked])
+        sizes_of = [group_tokens(samples, i) for i in rows]
+        data |= {name: torch.tensor([sizes[name] for sizes in sizes_of]) for name in sizes_of[0]}
     for name in ("mask", *form.fields):
         dtype = form.mask_dtype if name == "mask" else form.field_dtype or form.dtype
         key, padding = ("response_mask", 0) if name == "mask" else (name, filler)
@@ -272,7 +276,8 @@ def _packed(
         queue = queue[size:]
     width = form.width or max(sum(samples[i].length for i in pack) for pack in packs) + form.spare
     packs.extend([] for _ in range(form.padding_rows))
-    starts, uids, counts = positions(samples), sorted({s.uid for s in samples}), prompt_tokens(samples)
+    starts, uids = positions(samples), sorted({s.uid for s in samples})
+    trajectories = sorted({s.trajectory for s in samples})
     # Tokens of one row in an order of their own: only the ids say which belong together.
     order = np.random.default_rng(len(rows)).permutation(width) if form.ids != 1 else np.arange(width)
 
@@ -288,13 +293,15 @@ def _packed(
         "segment_ids": spread(lambda k, i: [form.ids * (k + 1)] * samples[i].length, 0, torch.int64, form.memory),
         # Ids at padding are anybody's.
         "prompt_ids": numbers(lambda i: uids.index(samples[i].uid) - 2, 9),
+        "trajectory_ids": numbers(lambda i: trajectories.index(samples[i].trajectory) - 3, 8),
         "response_mask": spread(lambda k, i: samples[i].mask, int(form.poison), form.mask_dtype, form.memory),
     }
     for name in form.fields:
         dtype = form.field_dtype or form.dtype
         data[name] = spread(lambda k, i, name=name: getattr(samples[i], name), filler, dtype, form.memory)
     if form.prompts:
-        data["prompt_num_tokens"] = numbers(lambda i: counts[samples[i].uid], 7)
+        for name in ("prompt_num_tokens", "trajectory_num_tokens"):
+            data[name] = numbers(lambda i, name=name: group_tokens(samples, i)[name], 7)
     index = spread(lambda k, i: _response(samples, starts, i), -1, torch.int64, "contiguous")
     return data, _gatherer(index, filler, form)
 

@@ -12,7 +12,7 @@ is float32.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ MODES = (
     "seq-mean-token-sum-norm",
     "prompt-mean",
     "constant",
+    "trajectory-mean",
+    "trajectory-mean-token-sum-norm",
 )
 
 
@@ -46,6 +48,12 @@ class Sample:
     rollout_is_weights: tuple[float, ...]
     rollout_log_probs: tuple[float, ...]
     uid: str
+    session: int = 0
+
+    @property
+    def trajectory(self) -> tuple[str, int]:
+        """The session of the prompt that it is a row of."""
+        return self.uid, self.session
 
     @property
     def length(self) -> int:
@@ -113,9 +121,14 @@ def kl_estimate(log_prob: Tensor, ref: float, kind: str) -> Tensor:
 # Aggregation
 
 
+def group_keys(samples: Sequence[Sample], mode: str) -> list[Hashable]:
+    """What tells the group that a mode averages over: the prompt, or the trajectory."""
+    return [s.trajectory if mode.startswith("trajectory") else s.uid for s in samples]
+
+
 def aggregate(
     values: list[list[Tensor]],
-    uids: list[str],
+    groups_of: Sequence[Hashable],
     mode: str,
     *,
     loss_scale_factor: float | None = None,
@@ -123,6 +136,8 @@ def aggregate(
     before: list[int] | None = None,
 ) -> tuple[Tensor, float]:
     """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
+
+    ``groups_of[i]`` tells its prompt group, or its trajectory in a mode of those.
 
     ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token. ``before`` is how
     many tokens each sequence had before the loss rejected some: a mean over the tokens of the mini-batch, or of a
@@ -145,14 +160,16 @@ def aggregate(
         return sum((sum(v, nothing) / loss_scale_factor for v in counted), nothing), float(len(counted))
     if mode == "seq-mean-token-mean":
         return sum((sum(v, nothing) / len(v) for v in counted if v), nothing), float(len(counted))
-    if mode == "prompt-mean":
-        groups: dict[str, list[Tensor]] = defaultdict(list)
-        sizes: dict[str, int] = defaultdict(int)
-        for uid, v, size in zip(uids, values, before, strict=True):
-            groups[uid].extend(v)
-            sizes[uid] += size
-        kept = [uid for uid in groups if sizes[uid] or count_empty_sequences]
-        return sum((sum(groups[uid], nothing) / sizes[uid] for uid in kept if sizes[uid]), nothing), float(len(kept))
+    if mode in ("prompt-mean", "trajectory-mean", "trajectory-mean-token-sum-norm"):
+        groups: dict[Hashable, list[Tensor]] = defaultdict(list)
+        sizes: dict[Hashable, int] = defaultdict(int)
+        for key, v, size in zip(groups_of, values, before, strict=True):
+            groups[key].extend(v)
+            sizes[key] += size
+        kept = [key for key in groups if sizes[key] or count_empty_sequences]
+        if mode == "trajectory-mean-token-sum-norm":
+            sizes = dict.fromkeys(sizes, loss_scale_factor)
+        return sum((sum(groups[key], nothing) / sizes[key] for key in kept if sizes[key]), nothing), float(len(kept))
     raise ValueError(mode)
 
 
@@ -513,12 +530,12 @@ def evaluate(
         weight_floor=weight_floor,
         **(loss_args or {}),
     )
-    uids = [s.uid for s in samples]
+    groups_of = group_keys(samples, loss_agg_mode)
 
     def total(values: list[list[Tensor]], before: list[int] | None = None) -> Tensor:
         numerator, denominator = aggregate(
             values,
-            uids,
+            groups_of,
             loss_agg_mode,
             loss_scale_factor=loss_scale_factor,
             count_empty_sequences=count_empty_sequences,

@@ -11,7 +11,9 @@ from oracle import MODES, Result, Sample, evaluate
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.metric_set import finish_metrics
 
-SCALED = ("seq-mean-token-sum-norm", "constant")
+SCALED = ("seq-mean-token-sum-norm", "constant", "trajectory-mean-token-sum-norm")
+#: Modes whose denominator counts groups of sequences.
+OF_GROUPS = ("prompt-mean", "trajectory-mean", "trajectory-mean-token-sum-norm")
 #: Modes whose denominator counts sequences.
 PER_SEQUENCE = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 #: Modes that a sequence without a token leaves as they were.
@@ -46,7 +48,7 @@ def run_ours(settings: dict[str, Any], parts: Cut, layout: str | Form, **options
 
     Before, it counts what the mode needs beside the engine's counts; after, it finishes the metrics.
     """
-    options.setdefault("prompts", settings["loss_agg_mode"] == "prompt-mean")
+    options.setdefault("prompts", settings["loss_agg_mode"] in OF_GROUPS)
     options.setdefault("counts", not settings.get("count_empty_sequences", True))
     options.setdefault("count_empty_prompts", settings.get("count_empty_sequences", True))
     got = run(EnginePolicyLoss(make_config(settings)), parts, layout, **options)

@@ -121,6 +121,7 @@ def fill(
                 prompt_length=int(draw.integers(1, 4)),
                 mask=tuple(mask.tolist()),
                 uid=uid,
+                session=int(draw.integers(2)),
                 log_probs=tuple(log_probs.tolist()),
                 **{name: tuple(array.tolist()) for name, array in values.items()},
             )

@@ -29,7 +29,7 @@ from batches import (
 from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
 from oracle import MODES, OF_THE_MINI_BATCH, POLICY_LOSSES
-from ours import BLIND_TO_EMPTY, SCALED, check, in_mode, oracle_value, run_ours, value
+from ours import BLIND_TO_EMPTY, OF_GROUPS, SCALED, check, in_mode, oracle_value, run_ours, value
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.metric import AggregationType, Metric
@@ -59,6 +59,9 @@ ALIKE = functools.partial(pytest.approx, rel=1e-12, abs=1e-15)
 def per_mode(**values):
     """Parametrises over modes and their right values, the names written with underscores."""
     named = {name.replace("_", "-"): right for name, right in values.items()}
+    # A row is a trajectory, unless prompts are shared.
+    named = {"trajectory-mean": named["prompt-mean"]} | named
+    named = {"trajectory-mean-token-sum-norm": named["seq-mean-token-sum-norm"]} | named
     assert set(named) == set(MODES)
     return pytest.mark.parametrize(("mode", "right"), list(named.items()))
 
@@ -136,7 +139,7 @@ def test_03_opposite_advantages_do_not_cancel(layout, mode, right):
         theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
         log_probs = torch.nn.functional.logsigmoid(theta).expand(make_leaves(samples)[0].numel())
         loss = EnginePolicyLoss(LossConfig(**in_mode(mode)))
-        total = forward(loss, parts, Form(layout, prompts=mode == "prompt-mean"), log_probs, None).total
+        total = forward(loss, parts, Form(layout, prompts=mode in OF_GROUPS), log_probs, None).total
         total.backward()
         assert (total.item(), theta.grad.item()) == ALIKE(right)
 
@@ -209,7 +212,7 @@ def test_07_megatron_schedules(mode, layout):
     settings = in_mode(mode, entropy_coeff=0.2, use_kl_loss=True, kl_loss_coef=0.3)
     whole = run_ours(settings, cut(samples), layout)
     totals = (("num_micro_batch", n), ("routed_num_tokens", 1000))
-    form = Form(layout, prompts=mode == "prompt-mean", totals=totals)
+    form = Form(layout, prompts=mode in OF_GROUPS, totals=totals)
     for regime in ("schedule", "per-token"):
         log_probs, entropy = make_leaves(samples)
         loss = EnginePolicyLoss(LossConfig(**settings))
@@ -280,7 +283,7 @@ def test_11_nothing_valid(mode, layout, totals):
     """No valid token in the whole mini-batch, cut in two: 0 with a graph, finite gradients and metrics."""
     samples = poisoned(token_losses(None, None, None))
     settings = in_mode(mode, entropy_coeff=0.1, use_kl_loss=True)
-    prompts = mode == "prompt-mean" and not totals
+    prompts = mode in OF_GROUPS and not totals
     for parts in (cut(samples), cut(samples, 2)) if totals else (cut(samples), cut(samples, 2), ranks(samples)):
         got = run_ours(settings, parts, layout, poison=True, totals=totals, prompts=prompts)
         assert got.loss == 0.0
@@ -523,7 +526,7 @@ def test_19_aggregate_loss_of_a_packed_row(mode, right):
     segments = torch.tensor([[4] * 7 + [2] * 2 + [0, 0]])
     wide = torch.tensor([[1.0] * 7, [10.0] * 2 + [nan] * 5], dtype=torch.float64)
     scale = {"loss_scale_factor": 4.0} if mode in SCALED else {}
-    prompts = mode == "prompt-mean"
+    prompts = mode in OF_GROUPS
     packed = aggregate_loss(
         rows, segments != 0, mode, segment_ids=segments, prompt_ids=segments if prompts else None, **scale
     )

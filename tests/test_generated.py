@@ -14,8 +14,8 @@ from batches import poisoned
 from forms import flat_gradient, jagged
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import aggregate, evaluate, importance_metrics
-from ours import play, play_alone
+from oracle import aggregate, evaluate, group_keys, importance_metrics
+from ours import OF_GROUPS, play, play_alone
 from strategies import (
     BYPASS_ARGS,
     EXACT,
@@ -205,8 +205,9 @@ def test_neutral_tokens(case, data):
     bad = data.draw(st.sampled_from((math.nan, math.inf, -math.inf)))
     read = {"log_probs", *(["entropy"] if case.with_entropy else [])}
     settings = {k: v for k, v in case.settings.items() if k != "count_empty_sequences"} | {"nonfinite": "neutral"}
-    if settings["loss_agg_mode"] == "prompt-mean":
+    if settings["loss_agg_mode"] in OF_GROUPS:
         settings["loss_agg_mode"] = "token-mean"
+        settings.pop("loss_scale_factor", None)
     if settings["loss_mode"] not in ("gpg", "opmd", "sft"):
         read |= {"old_log_probs"}
     if settings["loss_mode"] != "sft":
@@ -271,10 +272,10 @@ def test_nothing_overflows(case):
 def test_modes_alone(samples, mode, form, count_empty, data):
     """``aggregate_loss`` in any layout: the oracle's numerator and denominator; both add up over pieces."""
     values = [[x for x, keep in zip(s.advantages, s.mask, strict=True) if keep] for s in samples]
-    uids = [s.uid for s in samples]
     scalars = [[torch.tensor(x, dtype=torch.float64) for x in row] for row in values]
     numerator, denominator = aggregate(
-        scalars, uids, mode["loss_agg_mode"], loss_scale_factor=mode.get("loss_scale_factor"),
+        scalars, group_keys(samples, mode["loss_agg_mode"]), mode["loss_agg_mode"],
+        loss_scale_factor=mode.get("loss_scale_factor"),
         count_empty_sequences=count_empty,
     )  # fmt: skip
     spoiled = poisoned(samples) if form.poison else samples
@@ -282,7 +283,7 @@ def test_modes_alone(samples, mode, form, count_empty, data):
         form = replace(form, layout="dense")  # a response of no token is nowhere in a packed row
     ranks = data.draw(cuts(len(samples)))
     pieces = [tuple(range(len(samples)))]
-    if mode["loss_agg_mode"] != "prompt-mean":
+    if mode["loss_agg_mode"] not in OF_GROUPS:
         pieces = [part for rank in ranks for part in rank]
     total, counted = torch.zeros(2, dtype=torch.float64)
     for rows in pieces:
@@ -303,8 +304,10 @@ def aggregated(samples, mode, form, count_empty):
     flat = torch.tensor([x for s in samples for x in s.advantages], dtype=torch.float64).requires_grad_()
     mask = torch.tensor([m for s in samples for m in s.mask], dtype=form.mask_dtype)
     lengths = [s.length for s in samples]
-    uids = torch.tensor([ord(s.uid[0]) for s in samples])
-    prompts = {"prompt_ids": uids} if mode["loss_agg_mode"] == "prompt-mean" else {}
+    keys = group_keys(samples, mode["loss_agg_mode"])
+    ids = torch.tensor([keys.index(key) for key in keys])
+    name = "prompt_ids" if mode["loss_agg_mode"] == "prompt-mean" else "trajectory_ids"
+    prompts = {name: ids} if mode["loss_agg_mode"] in OF_GROUPS else {}
     options = dict(mode, count_empty_sequences=count_empty)
     name = options.pop("loss_agg_mode")
     if form.layout in ("nested", "padded"):

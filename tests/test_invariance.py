@@ -13,7 +13,7 @@ import torch
 from batches import Cut, cut, make_sequences, run, sequence
 from forms import LAYOUTS, NO_TOTALS, flat_gradient
 from oracle import MODES
-from ours import BLIND_TO_EMPTY, check, in_mode, oracle_value, run_ours, value
+from ours import BLIND_TO_EMPTY, OF_GROUPS, check, in_mode, oracle_value, run_ours, value
 
 PIECES = [(micro, ranks) for ranks in (1, 2, 4) for micro in (1, 2, 4, 8)]
 HOW = ("even", "uneven", "dynamic")
@@ -169,7 +169,7 @@ def test_synthetic_rows(mode, layout):
     for how, micro, ranks in (("even", 4, 1), ("uneven", 3, 2)):
         parts = cut(samples, micro, ranks, how)
         assert run_ours(settings, parts, layout).loss == pytest.approx(counted.loss, rel=1e-10)
-        if mode != "prompt-mean":
+        if mode not in OF_GROUPS:
             left_out = settings | {"count_padding_rows": False}
             got = run_ours(left_out, parts, layout, counts=True)
             assert got.loss == pytest.approx(without.loss, rel=1e-10)
@@ -201,7 +201,7 @@ def test_totals_that_are_wrong_or_missing(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "prompt-mean"])
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in OF_GROUPS])
 def test_no_totals_means_local_means(mode, layout):
     """Without totals a micro-batch is a batch: the same choice of which sequences count."""
     samples = samples_for(4)

@@ -188,11 +188,13 @@ def test_aggregation(mode):
 
 
 def test_modes_of_our_own():
-    """prompt-mean and constant, which verl lacks, on numbers that a hand can check."""
+    """Means over groups and constant, which verl lacks, on numbers that a hand can check."""
     values = [[oracle.scalar(x) for x in row] for row in ([1.0, 3.0], [5.0], [], [7.0])]
     uids = ["a", "a", "b", "c"]
     numerator, denominator = oracle.aggregate(values, uids, "prompt-mean")
     assert (numerator.item(), denominator) == (10.0, 3.0)
+    numerator, denominator = oracle.aggregate(values, uids, "trajectory-mean-token-sum-norm", loss_scale_factor=4)
+    assert (numerator.item(), denominator) == (4.0, 3.0)
     numerator, denominator = oracle.aggregate(values, uids, "constant", loss_scale_factor=4)
     assert (numerator.item(), denominator) == (4.0, 1.0)
 

@@ -198,8 +198,28 @@ class PromptMean(AggregationMode):
 
     def _groups(self, tokens: ResponseTokens) -> SequenceGroups:
         if self.total not in tokens.groups:
-            raise FieldShapeError("loss_agg_mode 'prompt-mean' needs prompt groups: pass prompt_ids")
+            noun = self.total.removeprefix("batch_num_")
+            raise FieldShapeError(f"the tokens of a mean over {noun} have none; pass {noun.removesuffix('s')}_ids")
         return tokens.groups[self.total]
+
+
+@dataclass(frozen=True)
+class TrajectoryMean(PromptMean):
+    """Mean over the tokens of a trajectory, mean over trajectories; a trajectory may have several rows."""
+
+    @property
+    def total(self) -> str:
+        return "batch_num_trajectories"
+
+
+@dataclass(frozen=True)
+class TrajectoryMeanTokenSumNorm(TrajectoryMean):
+    """Sum over the tokens of a trajectory, divided by a constant, mean over trajectories."""
+
+    has_scale_factor: ClassVar[bool] = True
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        return self._over_scale_factor(tokens, dtype)
 
 
 _MODES: dict[str, Callable[..., AggregationMode]] = {
@@ -210,6 +230,8 @@ _MODES: dict[str, Callable[..., AggregationMode]] = {
     "seq-mean-token-sum-norm": SeqMeanTokenSumNorm,
     "prompt-mean": PromptMean,
     "constant": Constant,
+    "trajectory-mean": TrajectoryMean,
+    "trajectory-mean-token-sum-norm": TrajectoryMeanTokenSumNorm,
 }
 
 
@@ -293,6 +315,7 @@ def aggregate_loss(
     *,
     segment_ids: Tensor | None = None,
     prompt_ids: Tensor | None = None,
+    trajectory_ids: Tensor | None = None,
     loss_scale_factor: float | None = None,
     count_empty_sequences: bool = True,
 ) -> Ratio:
@@ -304,8 +327,10 @@ def aggregate_loss(
         loss_agg_mode: A mode, see :func:`aggregation_mode_names`.
         segment_ids: Integers [rows, T] for packed rows, 0 is padding; without them a row is a sequence.
         prompt_ids: Integer ids of prompt groups for ``prompt-mean``: [rows], or [rows, T] when packed.
-        loss_scale_factor: Divisor of ``seq-mean-token-sum-norm`` and ``constant``.
-        count_empty_sequences: Whether fully masked sequences count in the denominator.
+        trajectory_ids: Integer ids of trajectories for the modes of them, as ``prompt_ids``; without them a sequence is
+            one.
+        loss_scale_factor: Divisor of the modes that have a constant one.
+        count_empty_sequences: Whether fully masked sequences, prompts and trajectories count in the denominator.
 
     Returns:
         Numerator and denominator, 0-d tensors. Both add up over the pieces of a batch
@@ -349,15 +374,29 @@ def aggregate_loss(
         else:
             tokens = ResponseTokens.from_packed(loss_mask, segment_ids)
     count = None if mode.total is None else find_count(mode.total)
-    if isinstance(count, GroupCount) and prompt_ids is not None:
-        expected = tokens.size if segment_ids is not None else tokens.num_slots
-        if prompt_ids.numel() != expected:
-            raise FieldShapeError(
-                f"prompt_ids has shape {list(prompt_ids.shape)}; expected one id per "
-                f"{'token' if segment_ids is not None else 'row'}, {expected} in all"
-            )
-        groups = tokens.group_by(prompt_ids.reshape(-1), count_empty=count_empty_sequences)
-        tokens = replace(tokens, groups={count.name: groups})
+    if isinstance(count, GroupCount):
+        ids = {"prompt_ids": prompt_ids, "trajectory_ids": trajectory_ids}.get(count.ids)
+        if ids is None and count.told_by:
+            ids = tokens.sequence if segment_ids is not None else torch.arange(tokens.num_slots, device=losses.device)
+        if ids is not None:
+            groups = tokens.group_by(_flat_ids(count.ids, ids, tokens), count_empty=count_empty_sequences)
+            tokens = replace(tokens, groups={count.name: groups})
     dtype = torch.promote_types(losses.dtype, torch.float32)
     selected = tokens.select(losses).to(dtype)
     return Ratio(mode.numerator(selected, tokens), mode.local_count(tokens).to(torch.float64))
+
+
+def _flat_ids(name: str, ids: Tensor, tokens: ResponseTokens) -> Tensor:
+    """Ids of groups, one per row, or one per token of packed rows where they are equal within a segment."""
+    packed = tokens.offsets is None
+    expected = tokens.size if packed else tokens.num_slots
+    if ids.numel() != expected:
+        raise FieldShapeError(
+            f"{name} has shape {list(ids.shape)}; expected one id per {'token' if packed else 'row'}, {expected} in all"
+        )
+    if ids.is_floating_point():
+        raise FieldShapeError(f"{name} has dtype {ids.dtype}; expected integers")
+    flat = ids.reshape(-1)
+    if packed and bool(tokens.differ_within(flat)):
+        raise FieldShapeError(f"{name} differs within a segment; expected one id for all of its tokens")
+    return flat

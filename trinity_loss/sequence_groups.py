@@ -33,8 +33,12 @@ def find_local_groups(batch: MicroBatch, count: GroupCount, *, count_empty: bool
         MissingFieldError: Nothing tells the groups.
         FieldShapeError: Not one id per row, or per token of packed rows.
     """
-    groups = batch.tokens.group_by(_local_ids(batch.tokens, batch, count), count_empty=count_empty)
-    return with_groups(batch, count, groups)
+    tokens = batch.tokens
+    ids = _local_ids(tokens, batch, count)
+    if tokens.offsets is None:
+        error = FieldShapeError(f"{count.ids} differs within a segment; expected one id for all of its tokens")
+        batch = replace(batch, faults=(*batch.faults, Fault(tokens.differ_within(ids), error)))
+    return with_groups(batch, count, tokens.group_by(ids, count_empty=count_empty))
 
 
 def _local_ids(tokens: ResponseTokens, batch: MicroBatch, count: GroupCount) -> Tensor:
@@ -44,9 +48,14 @@ def _local_ids(tokens: ResponseTokens, batch: MicroBatch, count: GroupCount) -> 
         expected = tokens.num_slots if tokens.offsets is not None else tokens.size
         if ids.numel() != expected:
             raise FieldShapeError(f"{count.ids} has shape {list(ids.shape)}; expected {expected} ids")
+        if ids.is_floating_point():
+            raise FieldShapeError(f"{count.ids} has dtype {ids.dtype}; expected integers")
         return ids.reshape(-1)
     if tokens.offsets is None:
+        if count.row_is_group(batch.data):
+            return tokens.sequence
         raise MissingFieldError(f"packed rows need '{count.ids}' [rows, T] to tell {count.noun} groups")
+    count.row_is_group(batch.data)
     keys = count.keys(Rows(tokens, batch.data))
     if len(keys) != tokens.num_slots:
         raise FieldShapeError(

@@ -230,6 +230,12 @@ class ResponseTokens:
         before = self if self.denominator_mask is None else replace(self, mask=self.denominator_mask)
         return (before.counts > 0).sum()
 
+    def differ_within(self, ids: Tensor) -> Tensor:
+        """Whether ids [N] of packed rows differ within a segment, bool 0-d; padding has none that matters."""
+        assert self.exists is not None
+        per_slot = torch.zeros(self.num_slots, dtype=ids.dtype, device=ids.device).scatter_(0, self.sequence, ids)
+        return ((per_slot[self.sequence] != ids) & self.exists[self.sequence]).any()
+
     def group_by(self, ids: Tensor, *, count_empty: bool = True) -> SequenceGroups:
         """The groups of sequences with equal ids.
 

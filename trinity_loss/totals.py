@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -56,6 +58,11 @@ class Rows:
         if values is None:
             raise MissingFieldError(f"the mini-batch has no {name!r}, which tells its groups; expected one per row")
         return values
+
+    @cached_property
+    def name(self) -> str:
+        """What no other rows are called, on any rank."""
+        return uuid4().hex
 
     @cached_property
     def synthetic(self) -> list[bool]:
@@ -102,12 +109,21 @@ class GroupCount:
         ids: The field that names the groups where only a micro-batch is looked at: integers [rows], for packed
             rows [rows, T].
         keys: What tells the group of each row, equal on every rank.
+        told_by: Fields without which a row is a group by itself, and a warning says so; none: then that is an error.
     """
 
     name: str
     per_row: str
     ids: str
     keys: Callable[[Rows], Sequence[Hashable]]
+    told_by: tuple[str, ...] = ()
+
+    def row_is_group(self, data: MicroBatchData) -> bool:
+        """Whether nothing tells the groups of this batch, so that every row is one; a warning says so, once."""
+        alone = bool(self.told_by) and all(get_value(data, name) is None for name in self.told_by)
+        if alone:
+            _warn_of_rows(self.noun, self.told_by)
+        return alone
 
     @property
     def noun(self) -> str:
@@ -133,6 +149,29 @@ def _num_loss_tokens(rows: Rows) -> Tensor:
     return rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens
 
 
+@cache
+def _warn_of_rows(noun: str, told_by: tuple[str, ...]) -> None:
+    warnings.warn(f"the batch has no {' and no '.join(told_by)}: every row is a {noun} of its own", stacklevel=4)
+
+
+def trajectory_keys(rows: Rows) -> Sequence[Hashable]:
+    """What tells the trajectory of each row: ``trajectory_ids``, else ``uid`` with ``session_id``, else the row itself.
+
+    verl's agent loops may give several rows for one session of a prompt.
+
+    Raises:
+        MissingFieldError: There is a ``session_id``, but no ``uid`` of the prompt that it is a session of.
+    """
+    ids, sessions, uids = (rows.values(name) for name in ("trajectory_ids", "session_id", "uid"))
+    if ids is not None:
+        return ids
+    if sessions is None:
+        return [(rows.name, row) for row in range(rows.tokens.num_slots)]
+    if uids is None:
+        raise MissingFieldError("the batch has 'session_id', but no 'uid' of the prompt that it is a session of")
+    return list(zip(uids, sessions, strict=True))
+
+
 _COUNTS: dict[str, Count | PairCount | GroupCount] = {
     count.name: count
     for count in (
@@ -143,6 +182,13 @@ _COUNTS: dict[str, Count | PairCount | GroupCount] = {
         Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
         Count("batch_num_real_sequences", "worker", lambda rows: rows.tokens.num_sequences - sum(rows.synthetic)),
         GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
+        GroupCount(
+            "batch_num_trajectories",
+            "trajectory_num_tokens",
+            "trajectory_ids",
+            trajectory_keys,
+            told_by=("trajectory_ids", "session_id"),
+        ),
     )
 }
 

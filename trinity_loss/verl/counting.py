@@ -68,8 +68,10 @@ class Counting:
             config: What trains.
             dp_group: The ranks that hold the other rows; None where this rank holds all of them.
         """
-        rows = read_rows(data, config)
-        numbers, groups = _count(rows, needed_groups(config), dp_group)
+        rows, needed = read_rows(data, config), needed_groups(config)
+        for count in needed:
+            count.row_is_group(data)
+        numbers, groups = _count(rows, needed, dp_group)
         for name, total in read_totals(data).counts.items():
             if numbers.get(name, 0) > total:
                 self._warn_once(
