@@ -220,12 +220,16 @@ REJECTIONS = st.sampled_from(
 KL_TYPES = tuple(k + plus for k in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+"))
 
 
+#: Modes that divide by a constant.
+SCALED = ("constant", "seq-mean-token-sum-norm", "trajectory-mean-token-sum-norm")
+
+
 @st.composite
 def aggregations(draw: st.DrawFn, modes: Sequence[str] = MODES) -> dict[str, Any]:
     """A mode with its divisor."""
     mode = draw(st.sampled_from(tuple(modes)))
     scale = {"loss_scale_factor": draw(st.sampled_from((1, 3.5, 4096)))}
-    return {"loss_agg_mode": mode, **(scale if mode in ("constant", "seq-mean-token-sum-norm") else {})}
+    return {"loss_agg_mode": mode, **(scale if mode in SCALED else {})}
 
 
 @st.composite

@@ -1135,7 +1135,9 @@ def cuts_of(samples):
 def test_29_a_total_below_what_is_there_divides_in_every_cut(layout, mode, right, recwarn):
     """Six rows of one token of loss 1, and whoever counts sends 4."""
     samples = token_losses(*[[1]] * 6)
-    totals = tuple((name, 4) for name in ("batch_num_tokens", "global_batch_size", "batch_num_prompts"))
+    totals = tuple(
+        (name, 4) for name in ("batch_num_tokens", "global_batch_size", "batch_num_prompts", "batch_num_trajectories")
+    )
     for parts in cuts_of(samples):
         assert value(in_mode(mode), parts, layout, totals=totals) == ALIKE(right)
 
