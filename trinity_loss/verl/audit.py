@@ -235,6 +235,7 @@ class _Audit:
         try:
             self.engine.optimizer_zero_grad()
             output = self.engine.forward_backward_batch(one.cut(self.data, self.worker), observer, forward_only=False)
+            get_torch_device().synchronize()
             seconds = time.perf_counter() - started
             error = observer.error
         except Exception as raised:
