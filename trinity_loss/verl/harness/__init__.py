@@ -1,9 +1,9 @@
 """Run any loss of verl's engine contract through verl's real engines, on a CPU (or on GPUs: `EngineCase.device`).
 
 ```python
-from trinity_loss.verl.harness import run_engine
+from trinity_loss.verl.harness import EngineCase, run_cases
 
-one, two, four = run_engine("fsdp", "my.package:my_loss", micro_batches=(1, 2, 4))
+one, two = run_cases("fsdp", [EngineCase("my.package:my_loss", micro_batches=pieces) for pieces in (1, 2)])
 assert two.gradient_error(one) < 1e-5
 ```
 The engines run in processes of their own (`launch`); this process imports nothing of verl.
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trinity_loss.verl.harness.engine_case import (
     BatchSpec,
@@ -23,7 +21,6 @@ from trinity_loss.verl.harness.engine_case import (
     EngineError,
     EngineName,
     EngineResult,
-    Loss,
 )
 from trinity_loss.verl.harness.launch import launch
 from trinity_loss.verl.harness.rank import Job
@@ -34,7 +31,6 @@ __all__ = [
     "EngineError",
     "EngineResult",
     "run_cases",
-    "run_engine",
 ]
 
 MODULES = {
@@ -94,36 +90,3 @@ def run_cases(
         job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
         results: list[EngineResult] = launch(MODULES[kind], job, environment=environment, timeout=timeout)
     return results
-
-
-def run_engine(
-    engine: EngineName,
-    loss: Loss,
-    *,
-    micro_batches: Sequence[int] = (1, 2, 4),
-    max_tokens: Sequence[int] = (),
-    ray: bool = False,
-    timeout: float = 300.0,
-    **options: Any,
-) -> list[EngineResult]:
-    """Run one loss through one engine, the same mini-batch cut in several ways.
-
-    Args:
-        engine: ``"fsdp"`` or ``"megatron"``.
-        loss: A picklable callable of verl's engine contract, or ``"package.module:name"``.
-        micro_batches: One case per number of micro-batches.
-        max_tokens: One further case per token budget (dynamic batch size).
-        ray: As in `run_cases`.
-        timeout: Seconds for the whole call.
-        **options: Other fields of `EngineCase`, the same for all cases.
-
-    Returns:
-        The results, first those of ``micro_batches``, then those of ``max_tokens``.
-
-    Raises:
-        EngineError: As `run_cases`.
-    """
-    base = EngineCase(loss=loss, **options)
-    cases = [replace(base, micro_batches=number) for number in micro_batches]
-    cases += [replace(base, max_tokens=number) for number in max_tokens]
-    return run_cases(engine, cases, ray=ray, timeout=timeout)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+
+from trinity_loss.import_path import find_at
 
 EngineName = Literal["fsdp", "megatron"]
 Loss = Callable[..., Any] | str
@@ -181,17 +182,11 @@ class EngineResult:
         return float((self.gradient - other.gradient).norm() / other.gradient.norm())
 
 
-def load(spec: Any) -> Any:
-    """Resolve ``"package.module:name"``; anything but a string is returned as it is.
+def load(loss: Loss) -> Callable[..., Any]:
+    """The loss itself, where it was named by its place.
 
     Raises:
-        ValueError: If the string has no colon.
-        ImportError: If the module cannot be imported.
-        AttributeError: If the module has no such name.
+        ConfigError: There is none.
     """
-    if not isinstance(spec, str):
-        return spec
-    module, colon, name = spec.partition(":")
-    if not colon:
-        raise ValueError(f"expected 'package.module:name', got {spec!r}")
-    return getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = find_at("loss", loss) if isinstance(loss, str) else loss
+    return found

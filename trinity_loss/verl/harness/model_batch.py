@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trinity_loss.invariance.layouts import build
+from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.verl.harness.engine_case import BatchSpec
 from trinity_loss.verl.harness.model import VOCABULARY
 
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 RESPONSE_LENGTHS = (1, 24, 5, 17, 2, 12, 3, 8)
-PROMPT_WIDTH, RESPONSE_WIDTH = 6, max(RESPONSE_LENGTHS)
-PER_RESPONSE_TOKEN = ("response_mask", "old_log_probs", "ref_log_prob", "advantages")
+LONGEST_PROMPT = 6
 
 
 def ragged_rows(spec: BatchSpec) -> list[dict[str, torch.Tensor]]:
@@ -36,7 +37,7 @@ def ragged_rows(spec: BatchSpec) -> list[dict[str, torch.Tensor]]:
     rows = []
     for index in range(spec.rows):
         length = RESPONSE_LENGTHS[index % len(RESPONSE_LENGTHS)]
-        prompt = int(torch.randint(2, PROMPT_WIDTH + 1, (), generator=random))
+        prompt = int(torch.randint(2, LONGEST_PROMPT + 1, (), generator=random))
         mask = torch.ones(length, dtype=torch.int64)
         if length > 4:  # a tool's answer inside the response
             mask[2:4] = 0
@@ -66,13 +67,20 @@ def make_batch(spec: BatchSpec) -> TensorDict:
     Returns:
         A TensorDict of ``spec.rows`` rows with everything that the engine and the loss read.
     """
-    from tensordict import NonTensorData, NonTensorStack
     from verl.utils import tensordict_utils as tu
 
     rows = ragged_rows(spec)
-    data = _padded(rows) if spec.layout == "padded" else _nested(rows)
-    uids = [f"prompt-{index // spec.rows_per_prompt}" for index in range(spec.rows)]
-    data["uid"] = NonTensorStack.from_list([NonTensorData(uid) for uid in uids])
+    whole = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    batch = MiniBatch(
+        prompt_lengths=torch.tensor([len(row["prompts"]) for row in rows]),
+        response_lengths=torch.tensor([len(row["responses"]) for row in rows]),
+        response_mask=whole["response_mask"],
+        log_probs=whole["old_log_probs"],  # The model computes its own.
+        token_fields={name: whole[name] for name in ("old_log_probs", "ref_log_prob", "advantages")},
+        uids=[f"prompt-{index // spec.rows_per_prompt}" for index in range(spec.rows)],
+        input_ids=torch.cat([row[name] for row in rows for name in ("prompts", "responses")]),
+    )
+    data = build(batch, range(spec.rows), spec.layout).with_totals({}, worker=False)
     tu.assign_non_tensor(
         data,
         temperature=1.0,
@@ -82,39 +90,3 @@ def make_batch(spec: BatchSpec) -> TensorDict:
         epochs=1,
     )
     return data
-
-
-def _nested(rows: list[dict[str, torch.Tensor]]) -> TensorDict:
-    """The v1 trainer's layout: every field jagged, ``loss_mask`` the same as ``response_mask``."""
-    from tensordict import TensorDict
-
-    def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-    fields = {key: jagged([row[key] for row in rows]) for key in rows[0]}
-    tokens = [torch.cat([row["prompts"], row["responses"]]) for row in rows]
-    fields["input_ids"] = jagged(tokens)
-    fields["position_ids"] = jagged([torch.arange(len(row)) for row in tokens])
-    fields["loss_mask"] = fields["response_mask"]
-    return TensorDict(fields, batch_size=[len(rows)])
-
-
-def _padded(rows: list[dict[str, torch.Tensor]]) -> TensorDict:
-    """The v0 trainer's layout: prompts padded on the left, responses on the right, then verl's conversion."""
-    from tensordict import TensorDict
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    def left(row: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(row, (PROMPT_WIDTH - len(row), 0))
-
-    def right(row: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(row, (0, RESPONSE_WIDTH - len(row)))
-
-    fields = {key: torch.stack([right(row[key]) for row in rows]) for key in ("responses", *PER_RESPONSE_TOKEN)}
-    fields["prompts"] = torch.stack([left(row["prompts"]) for row in rows])
-    fields["input_ids"] = torch.cat([fields["prompts"], fields["responses"]], dim=1)
-    fields["attention_mask"] = torch.stack(
-        [torch.cat([left(torch.ones_like(row["prompts"])), right(torch.ones_like(row["responses"]))]) for row in rows]
-    )
-    fields["position_ids"] = (fields["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-    return left_right_2_no_padding(TensorDict(fields, batch_size=[len(rows)]))
