@@ -193,8 +193,8 @@ class MiniBatch:
             self, log_probs=log_probs, entropy=poison("entropy", self.entropy), token_fields=_present(poisoned)
         )
 
-    def with_other_content(self, *rows: int) -> MiniBatch:
-        """Other values in these sequences, in every field of floating-point numbers; masks and lengths stay."""
+    def with_other_content(self, scale: float, *rows: int) -> MiniBatch:
+        """Values times ``scale`` in these sequences, in every field of numbers; masks and lengths stay."""
         here = torch.zeros(self.num_tokens, dtype=torch.bool)
         for i in rows:
             here[self.starts[i] : self.starts[i + 1]] = True
@@ -203,7 +203,7 @@ class MiniBatch:
             if values is None or not values.is_floating_point():
                 return values
             # On the same side of 0: log-probs stay negative, weights positive.
-            return torch.where(here, 1.7 * values + 0.2 * values.sign(), values)
+            return torch.where(here, scale * values + 0.2 * values.sign(), values)
 
         log_probs = change(self.log_probs)
         assert log_probs is not None

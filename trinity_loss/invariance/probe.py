@@ -38,6 +38,7 @@ _COUNTED = {
     "prompts": "prompts",
     "all tokens": "tokens, prompts included",
 }
+_UNCOUNTED = "how many sequences or tokens the micro-batch holds, not what they hold, changes {}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def _causes(probe: Probe) -> list[Cause]:
     found = []
     if abs(probe.width() - 1) > probe.same:
         found.append(Cause("padded width as the norm", "{} divides by the padded width, which differs between cuts"))
-    inside = probe.content() or (probe.count() if probe.subject.noise is None else None)
+    inside = probe.content()
+    if inside is None and probe.subject.noise is None:
+        inside = probe.count()
+        if inside is not None and inside.why == _UNCOUNTED:
+            # A threshold answers to other values only where they cross it.
+            inside = probe.content(0.1) or probe.content(4.0) or inside
     if inside is not None:
         return [*found, inside]
     if probe.subject.noise is not None:
@@ -191,12 +197,12 @@ class Probe:
         base = self.subject.base
         return self.differ(self.gradient(turned, layout=base), self.gradient(self.rows, layout=base))
 
-    def content(self) -> Cause | None:
+    def content(self, scale: float = 1.7) -> Cause | None:
         """Whether a sequence's part depends on what the others hold, masks and lengths apart."""
-        moved = self._moved_by_halves(self.groups)
+        moved = self._moved_by_halves(self.groups, scale)
         if not moved:
             return None
-        if self._within_prompts() and not self._moved_by_halves(self._prompts):
+        if self._within_prompts() and not self._moved_by_halves(self._prompts, scale):
             return Cause(
                 "prompt group inside the micro-batch",
                 "{} compares the answers of a prompt that the micro-batch holds, and a cut takes them apart",
@@ -211,16 +217,16 @@ class Probe:
             "{} multiplies all of its tokens by a number computed from those of the micro-batch",
         )
 
-    def _moved_by_halves(self, lots: Sequence[tuple[int, ...]]) -> set[str]:
+    def _moved_by_halves(self, lots: Sequence[tuple[int, ...]], scale: float) -> set[str]:
         """How either half of the lots changes with other values in the other half."""
         halves = [tuple(i for rows in lots[k::2] for i in rows) for k in (0, 1)]
-        moved = {self._moved(*pair) for pair in (halves, halves[::-1]) if all(pair)}
+        moved = {self._moved(scale, *pair) for pair in (halves, halves[::-1]) if all(pair)}
         return {how for how in moved if how is not None}
 
-    def _moved(self, changed: tuple[int, ...], watched: tuple[int, ...]) -> str | None:
+    def _moved(self, scale: float, changed: tuple[int, ...], watched: tuple[int, ...]) -> str | None:
         """How ``watched`` changes with other values in ``changed``: ``factor``, ``tokens``, or not at all."""
         here = self._tokens(watched)
-        other = self.gradient(self.rows, variant(self.subject.batch, "with_other_content", *changed))
+        other = self.gradient(self.rows, variant(self.subject.batch, "with_other_content", scale, *changed))
         before, after = self.together[here], other[here]
         if not self.differ(after, before):
             return None
@@ -320,10 +326,7 @@ class Probe:
             for by, what in _COUNTED.items():
                 if explained({by: 1}, tolerance):
                     return Cause("local count as a factor", f"{{}} multiplies by its own micro-batch's {what}")
-        return Cause(
-            "local count as a factor",
-            "how many sequences or tokens the micro-batch holds, not what they hold, changes {}",
-        )
+        return Cause("local count as a factor", _UNCOUNTED)
 
     def _counts(self, batch: MiniBatch, rows: Sequence[int]) -> dict[str, int]:
         uids = batch.uids or [str(i) for i in range(batch.num_sequences)]
