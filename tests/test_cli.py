@@ -152,7 +152,71 @@ def broken(*, model_output, data, dp_group):
 
 
 number = 3
+
+
+class Made:
+    def __call__(self, *, model_output, data, dp_group):
+        return model_output["log_probs"].values().sum(), {}
+
+
+def nothing(*, model_output, data, dp_group):
+    pass
+
+
+def three(*, model_output, data, dp_group):
+    return model_output["log_probs"].values().sum(), {}, 1
+
+
+def vector(*, model_output, data, dp_group):
+    return model_output["log_probs"].values()[None, :2], {}
+
+
+def whole_number(*, model_output, data, dp_group):
+    return data["response_mask"].values().sum(), {}
+
+
+def detached(*, model_output, data, dp_group):
+    return model_output["log_probs"].values().detach().sum(), {}
+
+
+def of_my_own(*, model_output, data, dp_group):
+    weight = data["my_reward"].mean() if len(data) == 0 else float(data["my_scale"])
+    return weight * model_output["log_probs"].values().sum() * data["dp_size"] / data["batch_num_tokens"], {}
 """
+
+
+def test_fields_of_ones_own(call, tmp_path, monkeypatch):
+    module = MODULE.replace('data["my_reward"].mean() if len(data) == 0 else float', 'data["my_reward"].sum() * 0 + ')
+    (tmp_path / "losses_with_fields.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ["--field", "my_reward=sequence", "--field", "my_scale=0.5"]
+    code, out, err = call("verify", "--loss", "losses_with_fields:of_my_own", *FEW, *given)
+    assert (code, err) == (0, ""), out
+
+
+def test_a_report_to_paste(call, small_batch):
+    code, out, _ = call("verify", "--loss", "verl:geo_mean", "--batch", small_batch, *FEW, "--markdown")
+    assert code == 1
+    assert out.startswith("**verl:geo_mean token-mean: NOT INVARIANT: gradient")
+    assert "| cut | layout |" in out
+    assert re.search(r"torch \d", out)
+    assert small_batch not in out
+    assert "/" not in out.partition("| cut |")[0].replace("actor/", "")
+
+
+def test_a_loss_by_name_in_a_test_suite():
+    from trinity_loss.invariance import assert_invariant
+    from trinity_loss.losses_by_name import bind_loss
+
+    few = {"batch": make_mini_batch(14), "micro_batches": (1, 3), "dp_sizes": (1, 2)}
+    assert (
+        assert_invariant(bind_loss("verl:gspo", f"{ACTOR}.clip_ratio=0.1"), **few).loss_name == "verl:gspo token-mean"
+    )
+    assert assert_invariant(bind_loss("ours:dpo"), **few).ok
+    with pytest.raises(AssertionError, match="averages over its own micro-batch"):
+        assert_invariant(bind_loss("verl:geo_mean"), **few)
+    with pytest.raises(ConfigError, match="names .* losses; expected one"):
+        bind_loss("ours:all")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +251,19 @@ def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_
         (["verify", "--loss", "no_such_module:loss"], "No module named"),
         (["verify", "--loss", "losses_of_mine:number"], "expected a callable"),
         (["verify", "--loss", "losses_of_mine:broken"], "cannot be run: KeyError"),
+        (["verify", "--loss", "losses_of_mine:Made"], "is a class; expected a function or an object"),
+        (["verify", "--loss", "losses_of_mine:nothing"], "the loss returned None"),
+        (["verify", "--loss", "losses_of_mine:three"], "the loss returned a tuple of 3"),
+        (["verify", "--loss", "losses_of_mine:vector"], "a tensor of shape [1, 2]"),
+        (["verify", "--loss", "losses_of_mine:whole_number"], "the loss is a whole number, torch.int64"),
+        (["verify", "--loss", "losses_of_mine:detached"], "has no graph"),
+        (["verify", "--loss", "losses_of_mine:of_my_own"], "--field my_reward=token, my_reward=sequence or"),
+        (["verify", "--loss", "wrong_syntax:loss"], "SyntaxError"),
+        (["verify", "--loss", "leaves_at_import:loss"], "SystemExit"),
+        (["verify", "--plot", "figure.xyz"], "expected a file that ends in one of .png"),
+        (["verify", "--engine", "fsdp", "--seed", "1"], "--seed has no effect with --engine"),
+        (["verify", "--field", "nonsense"], "is no NAME=WHAT"),
+        (["verify", "--tolerance", "-1"], "tolerance is -1.0; expected a finite number, 0 or more"),
         (["verify", "--unknown"], "unrecognized: --unknown"),
         (["verify", "stray"], "unrecognized: stray"),
         (["verify", "--micro-batches", "0"], "no list of whole numbers"),
@@ -201,6 +278,8 @@ def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_
 )
 def test_a_wrong_call_is_one_line(call, tmp_path, monkeypatch, arguments, says):
     (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    (tmp_path / "wrong_syntax.py").write_text("def loss(:\n")
+    (tmp_path / "leaves_at_import.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     code, out, err = call(*arguments)
     assert (code, out) == (2, "")

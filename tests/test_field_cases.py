@@ -43,6 +43,7 @@ from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError,
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metric_set import finish_metrics
+from trinity_loss.invariance import Value, check_invariance, make_mini_batch
 from trinity_loss.metrics import importance_sampling_metrics
 from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
@@ -1424,3 +1425,83 @@ def test_46_an_extreme_of_nothing_is_0_and_verls_own_stay():
     reduce_over_ranks(metrics)
     assert metrics["critic/min"] == math.inf
     assert (metrics["actor/x_max"], metrics["actor/y_max"]) == (0.0, 1.0)
+
+
+def test_48_synthetic_prompts_count_in_the_instrument_as_in_the_worker():
+    """prompt-mean without padding rows: a reference that counted them found a fault that was none."""
+    batch = make_mini_batch(16)
+    uids = [*batch.uids[:12], *(f"pad-{i}" for i in range(4))]
+    mask = batch.response_mask.clone()
+    mask[batch.starts[12] :] = 0
+    batch = replace(batch, uids=uids, response_mask=mask)
+    for count in (True, False):
+        config = LossConfig(loss_agg_mode="prompt-mean", count_padding_rows=count)
+        report = check_invariance(EnginePolicyLoss(config), batch, (1, 3), (1, 2))
+        assert report.ok, str(report)
+        assert report.findings == ()
+
+
+def test_49_a_tolerance_of_0_is_taken():
+    def off(*, model_output, data, dp_group):
+        loss = -model_output["log_probs"].values().sum() * data["dp_size"] / data["batch_num_tokens"]
+        return loss * (1 if len(data) == 14 else 1 + 1e-9), {}
+
+    options = {"batch": make_mini_batch(14), "micro_batches": (1, 2), "dp_sizes": (1,)}
+    assert check_invariance(off, **options).ok
+    assert not check_invariance(off, tolerance=0, **options).ok
+    with pytest.raises(ConfigError, match="tolerance is -1; expected a finite number, 0 or more"):
+        check_invariance(off, tolerance=-1, **options)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"micro_batches": (1, 2)}, {"ranks": (1,)}, {"seed": 3}, {"dtype": "float32"}, {"token_budgets": (64,)}]
+    + [{"group_size": 2}, {"fields": {"reward": "token"}}, {"plot": "figure.png"}],
+    ids=lambda option: next(iter(option)),
+)
+def test_49_what_an_engine_does_not_take_is_refused(option):
+    with pytest.raises(ConfigError, match="has no effect with --engine"):
+        VerifyOptions(engine="fsdp", **option)
+
+
+def test_50_every_cut_ran_or_is_listed():
+    batch = make_mini_batch(5)
+    report = check_invariance(EnginePolicyLoss(LossConfig()), batch, (1, 2, 4, 8), (1, 2, 4))
+    asked = {(m, d) for m in (1, 2, 4, 8) for d in (1, 2, 4)} - {(1, 1)}
+    ran = {(row.cut.micro_batches, len(row.cut.ranks)) for row in report.rows if row.cut.kind == "even"}
+    left_out = {(m, d) for m, d in asked if (f"{m} × {d} pieces", "the mini-batch has 5 sequences") in report.skipped}
+    assert ran | left_out == asked
+    assert ran == {(m, d) for m, d in asked if m * d <= 5}
+
+
+def test_50_a_mini_batch_that_cannot_be_cut_proves_nothing():
+    batch = replace(make_mini_batch(4), group_size=4)
+    with pytest.raises(ConfigError, match="it cannot be cut, and so proves nothing"):
+        check_invariance(EnginePolicyLoss(LossConfig()), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_55_what_nearly_cancels_is_measured_against_its_contributions(dtype):
+    """Log-ratios of +0.1 and -0.1 in turn: their mean is rounding, and so are sums of advantages centred by group."""
+    batch = make_mini_batch(16, masked=0)
+    index = torch.arange(batch.num_tokens)
+    old = batch.log_probs + torch.where(index % 2 == 0, 0.1, -0.1) + 1e-6 * torch.sin(index.double())
+    sign = torch.where(torch.arange(16) % 2 == 0, 1.0, -1.0).double()
+    advantages = torch.repeat_interleave(sign, batch.response_lengths) / torch.repeat_interleave(
+        batch.response_lengths, batch.response_lengths
+    )
+    batch = batch.with_fields(old_log_probs=old, advantages=advantages)
+    for mode in ("token-mean", "seq-mean-token-sum"):
+        config = LossConfig(loss_agg_mode=mode, loss_mode="ppo")
+        report = check_invariance(EnginePolicyLoss(config), batch, (1, 2, 3), (1, 3), dtype=dtype)
+        assert report.ok, str(report)
+        kl = [row.metrics["actor/ppo_kl"] for row in report.rows]
+        assert max(abs(value.value) for value in kl) < 0.02
+        assert min(value.size for value in kl) > 0.02
+
+
+def test_55_a_deviation_that_is_one_is_seen_in_spite_of_it():
+    assert Value(5.119e-4, 5.1191e-4, size=0.1).error < 1e-5
+    assert Value(5.119e-4, 6e-4, size=0.1).error > 1e-5
+    assert Value(math.nan, math.nan).error == 0
+    assert Value(math.nan, 1.0).error == math.inf
