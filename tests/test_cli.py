@@ -257,7 +257,7 @@ def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_
         (["verify", "--loss", "losses_of_mine:vector"], "a tensor of shape [1, 2]"),
         (["verify", "--loss", "losses_of_mine:whole_number"], "the loss is a whole number, torch.int64"),
         (["verify", "--loss", "losses_of_mine:detached"], "has no graph"),
-        (["verify", "--loss", "losses_of_mine:of_my_own"], "--field my_reward=token, my_reward=sequence or"),
+        (["verify", "--loss", "losses_of_mine:of_my_own"], "--field my_scale=token, my_scale=sequence or"),
         (["verify", "--loss", "wrong_syntax:loss"], "SyntaxError"),
         (["verify", "--loss", "leaves_at_import:loss"], "SystemExit"),
         (["verify", "--plot", "figure.xyz"], "expected a file that ends in one of .png"),

@@ -40,14 +40,14 @@ from workers import POLICY_LOSS, TrainingWorker, started, train
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.aggregation import TokenMean, aggregation_mode_names, find_aggregation_mode
 from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, MissingGraphError, TotalsError
-from trinity_loss.invariance import check_invariance
+from trinity_loss.invariance import Value, check_invariance, make_mini_batch
 from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metric_set import finish_metrics
-from trinity_loss.invariance import Value, check_invariance, make_mini_batch
 from trinity_loss.metrics import importance_sampling_metrics
 from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
 from trinity_loss.tokens import ResponseTokens
+from trinity_loss.verify import Options as VerifyOptions
 from trinity_loss.verl import PolicyLossConfig
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
@@ -1454,14 +1454,21 @@ def test_49_a_tolerance_of_0_is_taken():
 
 
 @pytest.mark.parametrize(
-    "option",
-    [{"micro_batches": (1, 2)}, {"ranks": (1,)}, {"seed": 3}, {"dtype": "float32"}, {"token_budgets": (64,)}]
-    + [{"group_size": 2}, {"fields": {"reward": "token"}}, {"plot": "figure.png"}],
-    ids=lambda option: next(iter(option)),
+    ("option", "given"),
+    [
+        ("micro_batches", (1, 2)),
+        ("ranks", (1,)),
+        ("seed", 3),
+        ("dtype", "float32"),
+        ("token_budgets", (64,)),
+        ("group_size", 2),
+        ("fields", {"reward": "token"}),
+        ("plot", "figure.png"),
+    ],
 )
-def test_49_what_an_engine_does_not_take_is_refused(option):
+def test_49_what_an_engine_does_not_take_is_refused(option, given):
     with pytest.raises(ConfigError, match="has no effect with --engine"):
-        VerifyOptions(engine="fsdp", **option)
+        VerifyOptions(engine="fsdp", **{option: given})
 
 
 def test_50_every_cut_ran_or_is_listed():
