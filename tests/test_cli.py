@@ -215,7 +215,7 @@ def test_a_loss_by_name_in_a_test_suite():
     assert assert_invariant(bind_loss("ours:dpo"), **few).ok
     with pytest.raises(AssertionError, match="averages over its own micro-batch"):
         assert_invariant(bind_loss("verl:geo_mean"), **few)
-    with pytest.raises(ConfigError, match="names .* losses; expected one"):
+    with pytest.raises(ConfigError, match="losses; expected one"):
         bind_loss("ours:all")
 
 
