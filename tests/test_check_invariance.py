@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -309,6 +310,9 @@ def test_what_is_no_loss_is_refused():
 
 def test_every_cause_is_documented():
     assert set(FAULTS.values()) <= set(CAUSES)
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
+    named = {name for line in page.splitlines() if line.startswith("### ") for name in line[4:].split(", ")}
+    assert named >= set(CAUSES)
 
 
 # ----------------------------------------------------------------------------------------------------
