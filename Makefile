@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
-	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 RECIPE=cpu_grpo ARGS='hydra overrides'"
+	@echo "make train             train a toy model on the CPU: STEPS=60 RESUME=1 RECIPE=cpu_megatron ARGS='hydra overrides'"
 	@echo "make compare           one step with this loss and one with verl's, side by side: ARGS='hydra overrides'"
 	@echo "make trinity-rft       Trinity-RFT's own trainer on the CPU, stock and scaled, in 4 minutes: ARGS='--algorithm dpo'"
 	@echo "make test              run the tests, and each engine once, in 5 to 8 minutes: ARGS='pytest arguments'"
