@@ -308,7 +308,9 @@ def dppo_tv(log_probs, old, advantages, weights, a):
         moved = math.exp(lp) - math.exp(o)
         return moved <= a.high if adv > 0 else moved >= -a.low
 
-    return _dppo(log_probs, old, advantages, a, keep)
+    losses, metrics = _dppo(log_probs, old, advantages, a, keep)
+    tau = getattr(a, "kl_tau", 0.0)
+    return [loss + tau * (lp - o) ** 2 for loss, lp, o in zip(losses, log_probs, old, strict=True)], metrics
 
 
 def dppo_kl(log_probs, old, advantages, weights, a):
@@ -400,6 +402,41 @@ def sft(log_probs, old, advantages, weights, a):
     return [-lp for lp in log_probs], {}
 
 
+def sft_is(log_probs, old, advantages, weights, a):
+    return [-lp * math.exp(lp.item()) for lp in log_probs], {}
+
+
+def sft_phi(log_probs, old, advantages, weights, a):
+    p = [math.exp(lp.item()) for lp in log_probs]
+    return [-clamp(lp, high=math.log(a.cutoff_prob)) * q * (1 - q) for lp, q in zip(log_probs, p, strict=True)], {}
+
+
+def vespo(log_probs, old, advantages, weights, a):
+    """w is the product of a sequence's ratios and rollout weights; its reshaped value weighs the log-probs."""
+    low = math.log(1e-8)
+    log_w = sum(min(max(lp.item() - o, -20.0), 20.0) for lp, o in zip(log_probs, old, strict=True))
+    if weights is not None:
+        log_w += sum(min(max(math.log(w), low), 20.0) for w in weights)
+    log_w = min(max(log_w, low), 20.0)
+    losses, phis, kl = [], [], []
+    for lp, o, adv in zip(log_probs, old, advantages, strict=True):
+        k, lam = (a.k_pos, a.lambda_pos) if adv >= 0 else (a.k_neg, a.lambda_neg)
+        phi = math.exp(lam) * math.exp(log_w) ** k * math.exp(-lam * math.exp(log_w))
+        losses.append(-phi * adv * lp)
+        phis.append(phi)
+        kl.append(-min(max(lp.item() - o, -20.0), 20.0))
+    return losses, {"actor/vespo_weight": phis, PPO_KL: kl}
+
+
+def ipo(log_probs, old, advantages, weights, a):
+    losses, masked = [], []
+    for lp, o, adv in zip(log_probs, old, advantages, strict=True):
+        kept = float(abs(math.exp(lp.item()) - math.exp(o)) <= a.threshold)
+        losses.append(-kept * adv * torch.exp(clamp(lp - o, -20.0, 20.0)) + a.kl_tau * (lp - o) ** 2)
+        masked.append(1 - kept)
+    return losses, {CLIPFRAC: masked}
+
+
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": ppo,
     "vanilla": ppo,
@@ -418,10 +455,17 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sppo": sppo,
     "rec": rec,
     "sft": sft,
+    "sft_is": sft_is,
+    "sft_phi": sft_phi,
+    "luspo": gspo,
+    "vespo": vespo,
+    "ipo": ipo,
 }
 #: Losses of the whole mini-batch, which ``test_selecting_losses.py`` defines.
 OF_THE_MINI_BATCH = {"clip_cov", "kl_cov", "m2po"}
-WEIGHT_INSIDE = {"gmpo", "geo_mean"}
+WEIGHT_INSIDE = {"gmpo", "geo_mean", "vespo"}
+#: Losses whose aggregation mode is part of them.
+OWN_MODE = {"luspo": "seq-mean-token-sum"}
 
 
 def keeps(log_ratios: list[float], rule: str, threshold: str) -> list[bool]:
@@ -518,8 +562,15 @@ def evaluate(
     count_rejected_tokens: bool = True,
     use_weights: bool = True,
     weight_floor: float = 0.0,
+    kl_unbiased: bool = False,
+    off_policy_mask: float | None = None,
+    nll_on_positives: float = 0.0,
+    row_weights: str | None = None,
 ) -> Result:
-    """Everything about ``samples`` as one mini-batch: pg - entropy_coeff x entropy + kl_loss_coef x KL."""
+    """Everything about ``samples`` as one mini-batch: pg - entropy_coeff x entropy + kl_loss_coef x KL.
+
+    ``row_weights`` is the field of a sequence that multiplies its token losses in every term.
+    """
     samples = list(samples)
     leaves = [[scalar(x).requires_grad_() for x in s.log_probs] for s in samples]
     entropies = [[scalar(x).requires_grad_() for x in s.entropy] for s in samples]
@@ -532,11 +583,16 @@ def evaluate(
     )
     groups_of = group_keys(samples, loss_agg_mode)
 
-    def total(values: list[list[Tensor]], before: list[int] | None = None) -> Tensor:
+    def weighed(s: Sample, losses: list[Tensor]) -> list[Tensor]:
+        if row_weights is None:
+            return losses
+        return [x * w for x, w in zip(losses, s.valid(getattr(s, row_weights)), strict=True)]
+
+    def total(values: list[list[Tensor]], before: list[int] | None = None, mode: str = loss_agg_mode) -> Tensor:
         numerator, denominator = aggregate(
             values,
             groups_of,
-            loss_agg_mode,
+            mode,
             loss_scale_factor=loss_scale_factor,
             count_empty_sequences=count_empty_sequences,
             before=before,
@@ -564,26 +620,45 @@ def evaluate(
             )
             if weights is not None and loss_mode not in WEIGHT_INSIDE:
                 losses = [loss * w for loss, w in zip(losses, weights, strict=True)]
-            token_losses.append(losses)
+            if off_policy_mask is not None:
+                drift = mean([o - lp.item() for lp, o in zip(s.valid(leaf), s.valid(s.old_log_probs), strict=True)])
+                stays = [float(not (adv < 0 and drift > off_policy_mask)) for adv in s.valid(s.advantages)]
+                losses = [loss * stay for loss, stay in zip(losses, stays, strict=True)]
+                reported["actor/off_policy_frac"].extend(1 - stay for stay in stays)
+            token_losses.append(weighed(s, losses))
             for key, values in per_token.items():
                 reported[key].extend(values)
-        pg = total(token_losses, before)
+        pg = total(token_losses, before, OWN_MODE.get(loss_mode, loss_agg_mode))
         metrics = {key: mean(values) for key, values in reported.items()}
     metrics["actor/pg_loss"] = pg.item()
 
-    entropy = total([s.valid(e) for s, e in zip(samples, entropies, strict=True)])
+    entropy = total([weighed(s, s.valid(e)) for s, e in zip(samples, entropies, strict=True)])
     metrics["actor/entropy_loss"] = entropy.item()
     loss = pg - entropy_coeff * entropy
     if use_kl_loss:
-        kl = total(
-            [
-                [kl_estimate(lp, r, kl_loss_type) for lp, r in zip(s.valid(leaf), s.valid(s.ref_log_prob), strict=True)]
-                for s, leaf in zip(samples, leaves, strict=True)
+        estimates = []
+        for s, leaf in zip(samples, leaves, strict=True):
+            valid = zip(s.valid(leaf), s.valid(s.ref_log_prob), s.valid(s.old_log_probs), strict=True)
+            tokens = [
+                kl_estimate(lp, r, kl_loss_type) * (torch.exp(clamp(lp - o, -20.0, 20.0)) if kl_unbiased else 1.0)
+                for lp, r, o in valid
             ]
-        )
+            estimates.append(weighed(s, tokens))
+        kl = total(estimates)
         metrics["kl_loss"] = kl.item()
         metrics["kl_coef"] = kl_loss_coef
         loss = loss + kl_loss_coef * kl
+    if nll_on_positives:
+        positive = [
+            weighed(
+                s, [-lp if adv > 0 else lp * 0.0 for lp, adv in zip(s.valid(leaf), s.valid(s.advantages), strict=True)]
+            )
+            for s, leaf in zip(samples, leaves, strict=True)
+        ]
+        count = sum(adv > 0 for s in samples for adv in s.valid(s.advantages))
+        nll = ratio(sum((x for row in positive for x in row), scalar(0.0)), float(count))
+        metrics["actor/nll_on_positives"] = nll.item()
+        loss = loss + nll_on_positives * nll
     if loss.requires_grad:
         loss.backward()
 

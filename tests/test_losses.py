@@ -41,6 +41,12 @@ OF_VERL = {
     "dppo_tv": {},
     "dppo_kl": {},
     "dro": {"loss_args": {"dro_beta": 0.3}},
+    "dppo_tv with a square": {"loss_mode": "dppo_tv", "loss_args": {"kl_tau": 0.2}},
+}
+OF_OTHERS = {
+    "luspo": {},
+    "vespo": {"loss_args": {"k_pos": 1.5, "lambda_pos": 2.0, "k_neg": 2.5, "lambda_neg": 1.2}},
+    "ipo": {"loss_args": {"threshold": 0.15, "kl_tau": 0.1}},
 }
 OF_TRINITY = {
     "importance_sampling": {},
@@ -48,6 +54,8 @@ OF_TRINITY = {
     "opmd": {"loss_args": {"tau": 0.6}},
     "sppo": {"loss_args": {"epsilon": 0.3}},
     "sft": {},
+    "sft_is": {},
+    "sft_phi": {"loss_args": {"cutoff_prob": 0.3}},
     "rec": rec(),
     "rec two-side": rec(clip_mode="two-side", weight="importance_sampling"),
     "rec one-side": rec(clip_mode="one-side", weight="advantage", regularizer="k2", regularizer_coef=0.1),
@@ -55,8 +63,8 @@ OF_TRINITY = {
     "rec ring": rec(clip_mode="ring", regularizer="forward-kl", regularizer_coef=0.1),
 }
 LOSSES = {
-    name: {"loss_mode": name, "use_weights": name in OF_VERL} | settings
-    for name, settings in (OF_VERL | OF_TRINITY).items()
+    name: {"loss_mode": name, "use_weights": name in OF_VERL | OF_OTHERS} | settings
+    for name, settings in (OF_VERL | OF_TRINITY | OF_OTHERS).items()
 }
 #: verl adds 1e-10 to the rollout weights before their geometric mean.
 LOSSES["gmpo"]["weight_floor"] = 1e-10
@@ -65,6 +73,9 @@ DEFAULT_ARGS = {
     "topr": {"advantage_threshold": 0.0},
     "opmd": {"tau": 1.0},
     "sppo": {"epsilon": 0.3},
+    "sft_phi": {"cutoff_prob": 1.0},
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "ipo": {"threshold": 0.2, "kl_tau": 0.001},
 }
 SAMPLES = make_sequences(11, seed=2)
 
@@ -157,7 +168,7 @@ def test_float32(name):
         check(settings, parts, layout, 1e-5, dtype=torch.float32, **without_weights(name))
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if not n.startswith("rec")])
+@pytest.mark.parametrize("name", [n for n in LOSSES if not n.startswith("rec") and " " not in n])
 def test_defaults_are_those_of_the_origin(name):
     """verl's and Trinity-RFT's own defaults, where a loss is configured by nothing but its name."""
     mine = {k: v for k, v in LOSSES[name].items() if k != "loss_args"} | in_mode("token-mean")

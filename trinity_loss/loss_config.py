@@ -230,6 +230,8 @@ class LossConfig:
             "entropy": self.entropy_agg_mode or self.loss_agg_mode,
             "kl": self.kl_agg_mode or self.loss_agg_mode,
         }
+        if self.policy_loss.agg_mode is not None:
+            names["pg"] = self.policy_loss.agg_mode
         modes = {term: self._make_mode(name) for term, name in names.items()}
         return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}
 

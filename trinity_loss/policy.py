@@ -7,7 +7,8 @@ the exponential, as verl does. How a loss is written and registered: :mod:`trini
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +22,11 @@ from trinity_loss.registry import (
     TokenLoss,
     register_policy_loss,
 )
-from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, one_of
+from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, number, one_of
 from trinity_loss.tokens import ResponseTokens, above, at_most, equal
 
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
+_VESPO_LIMITS = (math.log(1e-8), LOG_RATIO_LIMIT)  # of the logarithm of its weight
 _TINY = 1e-8  # keeps 1 - p away from 0 in dppo_kl, as verl does
 
 
@@ -76,6 +78,10 @@ def gspo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float)
     is_clipped, moves = above(clipped, plain), at_most(of_sequence, _SEQUENCE_LOG_RATIO_LIMIT)
     derivative = cost * (ratio * moves * (1 - is_clipped))
     return TokenLoss(torch.maximum(plain, clipped), derivative, **_metrics(ratio, log_ratio, is_clipped))
+
+
+# Its sum over a sequence and mean over sequences is part of the loss: https://arxiv.org/abs/2602.05261.
+register_policy_loss("luspo", analytic=True, agg_mode="seq-mean-token-sum")(gspo)
 
 
 @register_policy_loss("cispo", analytic=True)
@@ -139,11 +145,36 @@ def _dppo(inputs: PolicyInputs, may_rise: Tensor, may_fall: Tensor, clip_ratio_c
     return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
 
 
-@register_policy_loss("dppo_tv", analytic=True)
-def dppo_tv(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
-    """Masks tokens by the total variation of the binary policy: https://arxiv.org/abs/2602.04879."""
+@register_policy_loss("dppo_tv", analytic=True, rules={"kl_tau": NOT_NEGATIVE})
+def dppo_tv(
+    inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, kl_tau: float = 0.0
+) -> TokenLoss:
+    """Masks tokens by the total variation of the binary policy: https://arxiv.org/abs/2602.04879.
+
+    ``kl_tau`` adds prime-rl's square of the log-ratio, over masked tokens too.
+    """
     change = inputs.log_prob.exp() - inputs.old_log_prob.exp()
-    return _dppo(inputs, change <= clip_ratio_high, change >= -clip_ratio_low, clip_ratio_c)
+    result = _dppo(inputs, change <= clip_ratio_high, change >= -clip_ratio_low, clip_ratio_c)
+    return _with_square(result, inputs, kl_tau) if kl_tau else result
+
+
+def _with_square(result: TokenLoss, inputs: PolicyInputs, tau: float) -> TokenLoss:
+    """The loss plus ``tau`` times the squared log-ratio of every token."""
+    assert result.derivative is not None
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    values, derivative = result.values + tau * log_ratio.square(), result.derivative + 2 * tau * log_ratio
+    return replace(result, values=values, derivative=derivative)
+
+
+@register_policy_loss("ipo", analytic=True, rules={"threshold": POSITIVE, "kl_tau": NOT_NEGATIVE})
+def ipo(inputs: PolicyInputs, *, threshold: float = 0.2, kl_tau: float = 0.001) -> TokenLoss:
+    """prime-rl's: the ratio of tokens whose probability moved by at most ``threshold``, and a squared log-ratio."""
+    log_ratio, moves = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    keeps = at_most((inputs.log_prob.exp() - inputs.old_log_prob.exp()).abs(), threshold)
+    values = -inputs.advantages * ratio * keeps
+    result = TokenLoss(values, values * moves, **_metrics(ratio, log_ratio, 1 - keeps))
+    return _with_square(result, inputs, kl_tau)
 
 
 @register_policy_loss("dppo_kl", analytic=True)
@@ -184,6 +215,34 @@ def topr(inputs: PolicyInputs, *, advantage_threshold: float = 0.0) -> TokenLoss
     derivative = -alpha * inputs.advantages
     metrics = _metrics(log_ratio.exp(), log_ratio)
     metrics["means"]["actor/topr_alpha"] = alpha
+    return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
+
+
+@register_policy_loss(
+    "vespo",
+    analytic=True,
+    weighs_itself=True,
+    rules=dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), NOT_NEGATIVE),
+)
+def vespo(
+    inputs: PolicyInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+) -> TokenLoss:
+    """A sequence's ratio w, reshaped to w^k e^(λ(1 - w)), as a constant weight of its log-probs (TRL's).
+
+    k and λ are those of the advantage's sign. Rollout weights are factors of w.
+    """
+    log_ratio, _ = _log_ratio(inputs)
+    log_weight = log_ratio
+    if inputs.rollout_is_weights is not None:
+        log_weight = log_weight + inputs.tokens.select(inputs.rollout_is_weights.log().clamp(*_VESPO_LIMITS))
+    of_sequence = inputs.tokens.sum_per_sequence(inputs.tokens.select(log_weight)).clamp(*_VESPO_LIMITS)
+    log_weight = inputs.tokens.per_token(of_sequence)
+    is_bad = above(-inputs.advantages, 0)
+    k, lambda_ = k_pos + (k_neg - k_pos) * is_bad, lambda_pos + (lambda_neg - lambda_pos) * is_bad
+    weight = (lambda_ + k * log_weight - lambda_ * log_weight.exp()).exp()
+    derivative = -weight * inputs.advantages
+    metrics = _metrics(log_ratio.exp(), log_ratio)
+    metrics["means"]["actor/vespo_weight"] = weight
     return TokenLoss(derivative * inputs.log_prob, derivative, **metrics)
 
 
@@ -274,6 +333,28 @@ def rec(
 def sft(inputs: PolicyInputs) -> TokenLoss:
     """Negative log-likelihood."""
     return TokenLoss(-inputs.log_prob, -torch.ones_like(inputs.log_prob))
+
+
+@register_policy_loss("sft_is", fields=(), analytic=True)
+def sft_is(inputs: PolicyInputs) -> TokenLoss:
+    """Negative log-likelihood weighted by the probability (Trinity-RFT)."""
+    derivative = -inputs.log_prob.exp()
+    return TokenLoss(derivative * inputs.log_prob, derivative)
+
+
+@register_policy_loss(
+    "sft_phi",
+    fields=(),
+    analytic=True,
+    rules={"cutoff_prob": number("a number above 0, at most 1", lambda value: 0 < value <= 1)},
+)
+def sft_phi(inputs: PolicyInputs, *, cutoff_prob: float = 1.0) -> TokenLoss:
+    """Negative log-likelihood weighted by p (1 - p), of tokens up to a probability: https://arxiv.org/abs/2508.11408."""
+    prob = inputs.log_prob.exp()
+    derivative = -prob * (1 - prob)
+    limit = math.log(cutoff_prob)
+    moves = at_most(inputs.log_prob, limit) if cutoff_prob < 1 else 1
+    return TokenLoss(derivative * inputs.log_prob.clamp(max=limit), derivative * moves)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class PolicyLoss:
         rules: What its arguments must be.
         validate: Raises :class:`ConfigError` where arguments do not fit each other.
         mode: Its own aggregation, for a loss that is not one value per token; None: ``loss_agg_mode``.
+        agg_mode: Name of the aggregation mode that is part of the loss, whatever ``loss_agg_mode`` is; None: that.
         arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
             where one must be given).
         over_mini_batch: Fields that are made of the whole mini-batch before it is trained on, by name.
@@ -136,6 +137,7 @@ class PolicyLoss:
     rules: Mapping[str, Rule] = field(default_factory=dict)
     validate: Callable[[Mapping[str, Any]], None] | None = None
     mode: AggregationMode | None = None
+    agg_mode: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     over_mini_batch: Mapping[str, OverMiniBatch] = field(default_factory=dict)
 
@@ -243,6 +245,7 @@ def register_policy_loss(
     validate: Callable[[Mapping[str, Any]], None] | None = None,
     mode: AggregationMode | None = None,
     over_mini_batch: Mapping[str, OverMiniBatch] | None = None,
+    agg_mode: str | None = None,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
 
@@ -259,6 +262,7 @@ def register_policy_loss(
         validate: Called with the given arguments then; raises where they do not fit each other.
         mode: Its own aggregation, for a loss that is not one value per token.
         over_mini_batch: Fields that are made of the whole mini-batch, by name, such as which tokens it selects.
+        agg_mode: Name of the aggregation mode that is part of the loss.
 
     Raises:
         ConfigError: A name is taken.
@@ -284,6 +288,7 @@ def register_policy_loss(
             mode=mode,
             arguments=_keyword_arguments(fn, names[0]),
             over_mini_batch=over_mini_batch or {},
+            agg_mode=agg_mode,
         )
         for name in names:
             if name in _LOSSES:
