@@ -88,3 +88,22 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> Val
         if kl_loss_type.endswith("+"):
             derivative = difference
         return value, derivative
+
+
+def unbiased_kl(log_prob: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> ValueAndDerivative:
+    """:func:`kl_penalty` times the ratio π/π_old, which moves with the log-prob.
+
+    Its expectation over answers of the old policy is that over answers of the policy, with its gradient:
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+
+    Example:
+        >>> value, derivative = unbiased_kl(*torch.tensor([-1.0, -1.0, -1.5]), "k1")
+        >>> value.item(), derivative.item()
+        (0.5, 1.5)
+    """
+    value, derivative = kl_penalty(log_prob, ref_log_prob, kl_loss_type)
+    with torch.no_grad():
+        unlimited = log_prob - old_log_prob
+        log_ratio = limited(unlimited)
+        ratio = log_ratio.exp()
+        return ratio * value, ratio * (derivative + equal(log_ratio, unlimited) * value)

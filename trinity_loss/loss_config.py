@@ -48,6 +48,8 @@ RULES: dict[str, Rule] = {
     "kl_loss_coef": NUMBER,
     "kl_loss_type": one_of(*KL_TYPES),
     "kl_agg_mode": optional(TEXT),
+    "kl_unbiased": BOOLEAN,
+    "off_policy_mask": optional(NUMBER),
     "top_entropy_quantile": SHARE,
     "selection_pass": one_of("forward", "old_log_probs"),
     "selection_seed": COUNT,
@@ -103,6 +105,10 @@ class LossConfig:
         kl_loss_coef: Its weight.
         kl_loss_type: Its estimator, see :data:`trinity_loss.kl.KL_TYPES`.
         kl_agg_mode: Aggregation mode of the KL term; None: ``loss_agg_mode``.
+        kl_unbiased: Whether the KL term is weighted by the ratio to the old policy, see
+            :func:`trinity_loss.kl.unbiased_kl`.
+        off_policy_mask: Tokens of negative advantage of sequences whose mean of log π_old - log π is above this weigh 0
+            in the policy loss, see :func:`trinity_loss.policy.off_policy_weights`; None: none.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that weigh 1 in the policy
             loss; the others weigh 0 there, and denominators stay.
         selection_pass: Where the log-probs come from that tokens of the mini-batch are chosen by: ``forward``, a pass
@@ -141,6 +147,8 @@ class LossConfig:
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
     kl_agg_mode: str | None = None
+    kl_unbiased: bool = False
+    off_policy_mask: float | None = None
     top_entropy_quantile: float = 1.0
     selection_pass: str = "forward"
     selection_seed: int = 0
@@ -156,6 +164,12 @@ class LossConfig:
         for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
+        if self.kl_unbiased and not self.use_kl_loss:
+            raise ConfigError("kl_unbiased is True, but use_kl_loss is False: there is no KL term")
+        if self.off_policy_mask is not None and self.policy_loss.mode is not None:
+            raise ConfigError(
+                f"off_policy_mask is {self.off_policy_mask!r}, but {self.loss_mode!r} is no loss per token"
+            )
         rejects = self.policy_loss.rejects or self.nonfinite == "neutral"
         if rejects and not self.count_rejected_tokens:
             raise ConfigError(_REJECTS)

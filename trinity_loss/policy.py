@@ -357,6 +357,25 @@ def sft_phi(inputs: PolicyInputs, *, cutoff_prob: float = 1.0) -> TokenLoss:
     return TokenLoss(derivative * inputs.log_prob.clamp(max=limit), derivative * moves)
 
 
+def off_policy_weights(
+    tokens: ResponseTokens, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, delta: float
+) -> Tensor:
+    """0.0 at tokens of negative advantage of a sequence that the policy has left behind, else 1.0.
+
+    DeepSeek-V3.2's off-policy sequence mask, https://arxiv.org/abs/2512.02556: a sequence is left behind where the
+    mean of log π_old - log π over its tokens is above ``delta``. One sequence decides, so no cut changes it.
+
+    Args:
+        tokens: The response tokens.
+        log_prob: [N], 0 at uncounted tokens.
+        old_log_prob: [N], likewise.
+        advantages: [N], likewise.
+        delta: The limit δ.
+    """
+    drift = tokens.per_token(tokens.mean_per_sequence(old_log_prob - log_prob))
+    return 1 - above(-advantages, 0) * above(drift, delta)
+
+
 @dataclass(frozen=True)
 class PairMean(AggregationMode):
     """Mean over pairs of sequences that stand next to each other."""

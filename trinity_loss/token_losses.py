@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import differentiate
 from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
-from trinity_loss.kl import kl_penalty
+from trinity_loss.kl import kl_penalty, unbiased_kl
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import MicroBatch
+from trinity_loss.policy import off_policy_weights
 from trinity_loss.registry import PolicyInputs, TokenLoss
 from trinity_loss.selecting_losses import high_entropy_tokens
 from trinity_loss.selection import Ranks
@@ -82,6 +83,8 @@ class TokenLosses:
         names += [name for name in ("rollout_is_weights",) if batch.has(name)]
         names += [name for name in self.over_mini_batch if batch.has(name)]
         names += ["ref_log_prob"] if self.config.use_kl_loss else []
+        names += ["old_log_probs"] if self.config.kl_unbiased else []
+        names += ["old_log_probs", "advantages"] if self.config.off_policy_mask is not None else []
         if self.config.rollout_metrics is not None:
             names += ["old_log_probs", "rollout_log_probs"]
         return list(dict.fromkeys(names))
@@ -111,7 +114,11 @@ class TokenLosses:
             mode, coefficient = self.modes["entropy"], -config.entropy_coeff
             terms.append(Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0))
         if config.use_kl_loss:
-            value, slope = kl_penalty(values["log_probs"], values["ref_log_prob"], config.kl_loss_type)
+            log_prob, ref = values["log_probs"], values["ref_log_prob"]
+            if config.kl_unbiased:
+                value, slope = unbiased_kl(log_prob, values["old_log_probs"], ref, config.kl_loss_type)
+            else:
+                value, slope = kl_penalty(log_prob, ref, config.kl_loss_type)
             mode = self.modes["kl"]
             terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, "log_probs", slope))
             metrics.constants["kl_coef"] = config.kl_loss_coef
@@ -127,6 +134,11 @@ class TokenLosses:
         highest = batch.values.get(_HIGH_ENTROPY)
         if highest is not None:
             factor = highest if factor is None else factor * highest
+        stays, delta, values = None, self.config.off_policy_mask, batch.values
+        if delta is not None:
+            old, advantages = values["old_log_probs"], values["advantages"]
+            stays = off_policy_weights(tokens, values["log_probs"], old, advantages, delta)
+            factor = stays if factor is None else factor * stays
 
         def compute(log_prob: Tensor) -> tuple[Tensor, TokenLoss]:
             result = loss(PolicyInputs(tokens, log_prob, fields, weights), **self._policy_arguments)
@@ -134,16 +146,18 @@ class TokenLosses:
 
         derivative: Any
         if loss.analytic:
-            values, result = compute(batch.values["log_probs"])
+            losses, result = compute(values["log_probs"])
             derivative = result.derivative
             if factor is not None:
                 derivative = derivative * factor
         else:
-            values, result, derivative = differentiate(compute, batch.values["log_probs"])
+            losses, result, derivative = differentiate(compute, values["log_probs"])
+        if stays is not None:
+            result = replace(result, means={**result.means, "actor/off_policy_frac": 1 - stays})
         if result.kept is not None:
             tokens = tokens.reject(result.kept == 0)
         self._add_policy_metrics(tokens, batch.dtype, result, metrics)
-        return Term("actor/pg_loss", 1.0, self.modes["pg"], tokens, values, "log_probs", derivative)
+        return Term("actor/pg_loss", 1.0, self.modes["pg"], tokens, losses, "log_probs", derivative)
 
     def _add_policy_metrics(
         self, tokens: ResponseTokens, dtype: torch.dtype, result: TokenLoss, metrics: MetricSet

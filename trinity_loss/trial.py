@@ -22,7 +22,7 @@ from trinity_loss.totals import GroupCount, count_names, find_count
 
 #: What else is logged under ``actor/``, by this package and by verl.
 _TAKEN = {
-    *("pg_loss", "entropy_loss", "kl_loss", "kl_coef", "nonfinite_frac", "micro_batches"),
+    *("pg_loss", "entropy_loss", "kl_loss", "kl_coef", "off_policy_frac", "nonfinite_frac", "micro_batches"),
     *("loss", "grad_norm", "lr", "mfu", "entropy", "reward_kl_penalty", "reward_kl_penalty_coeff"),
 }
 _TAKEN_PREFIXES = ("trinity_loss/", "shadow/", "perf/")

@@ -65,6 +65,8 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         loss_agg_mode: Aggregation mode; None: the actor's, which admits verl's own modes only.
         entropy_agg_mode: Mode of the entropy term; None: that of the loss.
         kl_agg_mode: Mode of the KL term; None: that of the loss.
+        kl_unbiased: Whether the ratio to the old policy weighs the KL term.
+        off_policy_mask: δ of the off-policy sequence mask; None: no mask.
         loss_args: Arguments that only this ``loss_mode`` takes.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that the policy loss counts.
         selection_pass: ``forward``: a pass over the mini-batch before it is trained on says which tokens are chosen;
@@ -92,6 +94,8 @@ class PolicyLossOptions(VerlPolicyLossConfig):
     loss_agg_mode: Optional[str] = None  # noqa: UP045  (OmegaConf reads the annotation)
     entropy_agg_mode: Optional[str] = None  # noqa: UP045
     kl_agg_mode: Optional[str] = None  # noqa: UP045
+    kl_unbiased: bool = False
+    off_policy_mask: Optional[float] = None  # noqa: UP045
     loss_args: dict[str, Any] = field(default_factory=dict)
     top_entropy_quantile: float = 1.0
     selection_pass: str = "forward"
