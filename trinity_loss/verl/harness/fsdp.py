@@ -14,6 +14,9 @@ from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
+#: verl 0.9.0 reduces after every micro-batch, and has no field for it.
+_NO_SYNC = "use_no_sync_for_gradient_accumulation"
+
 
 def worker_config(case: EngineCase, model: str) -> Any:
     """verl's configuration of the worker: one type everywhere, a learning rate of zero, no compilation.
@@ -23,6 +26,8 @@ def worker_config(case: EngineCase, model: str) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 
+    known = FSDPEngineConfig.__dataclass_fields__
+    options: dict[str, Any] = {_NO_SYNC: case.no_sync} if _NO_SYNC in known else {}
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -35,7 +40,7 @@ def worker_config(case: EngineCase, model: str) -> Any:
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
             fsdp_size=case.fsdp_size,
-            use_no_sync_for_gradient_accumulation=case.no_sync,
+            **options,
             use_torch_compile=False,
             ulysses_sequence_parallel_size=case.sequence_parallel,
             mixed_precision={"param_dtype": PRECISION[case.dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
