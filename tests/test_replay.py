@@ -33,12 +33,15 @@ def record(folder, config: LossConfig, samples: Sequence[Sample], ranks: int = 2
         recorder.write(folder, Provenance("run", 1, 1, rank, ranks), config)
 
 
+@pytest.mark.parametrize("mode", ["prompt-mean", "trajectory-mean"])
 @pytest.mark.parametrize("loss", [EnginePolicyLoss, TrinityPolicyLoss])
-def test_three_token_budgets(loss, tmp_path):
+def test_three_token_budgets(loss, mode, tmp_path):
     """The numbers themselves are the oracle's. A local mean, the same loss without its shares, shows in all of them."""
-    record(tmp_path, CONFIG, SAMPLES)
+    settings = SETTINGS | {"loss_agg_mode": mode}
+    config = LossConfig(**settings, rollout_metrics="sequence")
+    record(tmp_path, config, SAMPLES)
     batch = load_recording(tmp_path)
-    report = check_invariance(loss(CONFIG), batch, (1,), (1, 2), token_budgets=BUDGETS)
+    report = check_invariance(loss(config), batch, (1,), (1, 2), token_budgets=BUDGETS)
     rows = [row for row in report.rows if row.cut.kind == "budget"]
     assert [len(row.cut.ranks) for row in rows] == [1, 2] * 3
     assert len({row.cut.micro_batches for row in rows if len(row.cut.ranks) == 1}) == 3
@@ -47,7 +50,7 @@ def test_three_token_budgets(loss, tmp_path):
         assert min(errors) > 0.01
         return
     assert max(errors) < 1e-10
-    expected = evaluate(SAMPLES, **SETTINGS)
+    expected = evaluate(SAMPLES, **settings)
     for row in rows:
         assert row.gradients.keys() == {"gradient", "pg", "kl", "entropy"}
         assert row.loss.value == pytest.approx(expected.loss, rel=1e-10)

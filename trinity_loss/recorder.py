@@ -137,6 +137,7 @@ def _flat_part(batch: MicroBatch) -> dict[str, Any]:
     groups = [count for count in map(find_count, count_names()) if isinstance(count, GroupCount)]
     sizes = {count.per_row: get_value(data, count.per_row) for count in groups}
     part["sequence_fields"] = {name: value for name, value in sizes.items() if isinstance(value, Tensor)}
+    part["sequence_fields"] |= _group_ids(Rows(tokens, data), groups)
     dp_size = batch.totals.dp_size
     part["totals"] = dict(batch.totals.counts) | ({} if dp_size is None else {"dp_size": dp_size})
     return _on_host(part)
@@ -151,6 +152,20 @@ def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
         return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
 
     return {name: copy(value) for name, value in values.items()}
+
+
+def _group_ids(rows: Rows, groups: Sequence[GroupCount]) -> dict[str, Tensor]:
+    """Fields int64 [rows] that tell groups beside ``uid``, such as ``session_id``; what is no number, as a digest."""
+    told = {name: rows.values(name) for count in groups for name in count.told_by}
+    return {
+        name: torch.tensor([value if isinstance(value, int) else _digest(value) for value in values])
+        for name, values in told.items()
+        if values is not None
+    }
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
 def _prompt_names(rows: Rows) -> list[str] | None:

@@ -29,10 +29,12 @@ def micro_batch():
             "ref_log_prob": jagged([-1.1, -1.9, -1.6], [-0.7, -2.0]),
             "advantages": jagged([1.0, 1.0, 1.0], [-2.0, -2.0]),
             "prompt_num_tokens": torch.tensor([2, 2]),
+            "trajectory_num_tokens": torch.tensor([2, 4]),
         },
         batch_size=[2],
     )
-    for name, count in {"dp_size": 2, "batch_num_tokens": 9, "global_batch_size": 4, "batch_num_prompts": 3}.items():
+    totals = {"batch_num_tokens": 9, "global_batch_size": 4, "batch_num_prompts": 3, "batch_num_trajectories": 3}
+    for name, count in {"dp_size": 2, **totals}.items():
         data.set_non_tensor(name, count)
     output = {
         "log_probs": jagged([-9.0, -1.2, -2.0, -1.0, -9.0], [-0.6, -2.5, -9.0]),
