@@ -21,6 +21,8 @@ from trinity_loss.registry import policy_loss_names
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from trinity_loss.invariance.minibatch import MiniBatch
+
 #: What ``:all`` puts where a loss cannot do without a number.
 _DRO_BETA, _SCALE_FACTOR = 0.1, 100
 _VERL_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -37,10 +39,11 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
     """The losses that a name stands for, each to be made when it is wanted.
 
     Args:
-        spec: ``ours``, ``verl`` or ``trinity`` (the loss that the configuration names), each with ``:NAME`` for
-            another one and ``:all`` for every loss in every aggregation mode; or ``package.module:name``: a
-            callable of the engine's contract, one that takes verl's ``config`` too, a policy loss of verl's
-            signature, or one per token of ours (:mod:`trinity_loss.registry`).
+        spec: ``ours``, ``verl``, ``trinity`` (the loss that the configuration names) or ``scaled_trinity`` (the same
+            with :mod:`trinity_loss.trinity_rft`), each with ``:NAME`` for another one and ``:all`` for every loss in
+            every aggregation mode; or ``package.module:name``: a callable of the engine's contract, one that takes
+            verl's ``config`` too, a policy loss of verl's signature, or one per token of ours
+            (:mod:`trinity_loss.registry`).
         config: A composed verl configuration.
 
     Raises:
@@ -56,7 +59,8 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
     elif name:
         yield partial(_from_module, spec, config)
     else:
-        raise ConfigError(f"--loss is {spec!r}; expected ours, verl:NAME, trinity:NAME or package.module:name")
+        families = ", ".join(f"{known}:NAME" for known in _FAMILIES)
+        raise ConfigError(f"--loss is {spec!r}; expected one of {families} or package.module:name")
 
 
 def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_name: str = "ppo_trainer") -> BoundLoss:
@@ -85,7 +89,7 @@ def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_
 
 def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Maker]:
     scales: list[float | None] = [None]
-    if family != "trinity" and has_scale_factor(mode):
+    if family in ("ours", "verl") and has_scale_factor(mode):
         # verl alone does without a divisor, and then takes the padded width.
         scales = [None] if family == "verl" else []
         scales.append(config.actor_rollout_ref.actor.loss_scale_factor or _SCALE_FACTOR)
@@ -164,17 +168,26 @@ class WithRowFields:
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self.loss_fn = loss_fn
 
+    @staticmethod
+    def _is_expert(prompt_lengths: torch.Tensor) -> torch.Tensor:
+        # By the prompt's length, which a sequence keeps in whatever micro-batch it is.
+        return prompt_lengths % 3 == 0
+
+    def mini_batch_totals(self, batch: MiniBatch) -> dict[str, int]:
+        """What the training worker of :mod:`trinity_loss.trinity_rft` counts of the expert's rows."""
+        expert = self._is_expert(batch.prompt_lengths)
+        tokens = (batch.response_mask != 0) & expert.repeat_interleave(batch.response_lengths)
+        return {"batch_num_expert_rows": int(expert.sum()), "batch_num_expert_tokens": int(tokens.sum())}
+
     def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         rows = data.batch_size[0]
-        # By the prompt's length, which a sequence keeps in whatever micro-batch it is.
         prompts = data["prompts"]
-        lengths = prompts.offsets().diff() if prompts.is_nested else prompts.sum(1)
-        data["expert_mask"] = lengths % 3 == 0
+        data["expert_mask"] = self._is_expert(prompts.offsets().diff() if prompts.is_nested else prompts.sum(1))
         data["step"] = torch.zeros(rows, dtype=torch.int64)
         return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
 
-def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
+def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any], family: str = "trinity") -> BoundLoss:
     from trinity_loss.verl.composed import actor_config, token_budgets
 
     try:
@@ -207,7 +220,11 @@ def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]
             loss_agg_mode=actor.loss_agg_mode,
         )
     )
-    title = f"trinity:{name} {actor.loss_agg_mode}"
+    if family == "scaled_trinity":
+        from trinity_loss.trinity_rft import ScaledTrinityPolicyLoss
+
+        loss_fn = ScaledTrinityPolicyLoss.of(loss_fn)
+    title = f"{family}:{name} {actor.loss_agg_mode}"
     return BoundLoss(title, WithRowFields(loss_fn), token_budgets(actor), 2 if name == "dpo" else 1)
 
 
@@ -276,10 +293,17 @@ _FAMILIES: dict[str, Callable[[str | None, DictConfig, dict[str, Any]], BoundLos
     "ours": _ours,
     "verl": _verls,
     "trinity": _trinitys,
+    "scaled_trinity": partial(_trinitys, family="scaled_trinity"),
 }
 _NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
     "ours": policy_loss_names,
     "verl": _verl_names,
     "trinity": _trinity_names,
+    "scaled_trinity": _trinity_names,
 }
-_MODES = {"ours": aggregation_mode_names(), "verl": _VERL_MODES, "trinity": _TRINITY_MODES}
+_MODES = {
+    "ours": aggregation_mode_names(),
+    "verl": _VERL_MODES,
+    "trinity": _TRINITY_MODES,
+    "scaled_trinity": _TRINITY_MODES,
+}

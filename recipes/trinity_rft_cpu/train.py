@@ -57,6 +57,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.2}, **REFERENCE, **ENTROPY},
     "rec": {"policy_loss_fn": "rec", **REFERENCE, **ENTROPY},
     "sft": {"policy_loss_fn": "sft", **ALONE},
+    "sft_is": {"algorithm_type": "sft", "policy_loss_fn": "sft_is", **ALONE},
+    "sft_phi": {"algorithm_type": "sft", "policy_loss_fn": "sft_phi", **ALONE},
     "dpo": {"policy_loss_fn": "dpo", **REFERENCE, "entropy_loss_fn": "none"},
     "mix": {"policy_loss_fn": "mix", **MIXTURE, **REFERENCE, **ENTROPY},
     "mix_chord": {"policy_loss_fn": "mix_chord", **MIXTURE, **REFERENCE, **ENTROPY},
@@ -69,8 +71,9 @@ console.width = max(console.width, 110)  # Of the table, also in a file.
 def write_configuration(folder: Path, data: Path, options: argparse.Namespace, limit: int) -> Path:
     """Write the configuration of a run into its folder, with a copy of the experiences: reading marks them."""
     config = OmegaConf.load(HERE / "train.yaml")
-    name = options.algorithm
-    schema = name if name in ("sft", "dpo") else "experience"
+    algorithm = {"algorithm_type": options.algorithm, **ALGORITHMS[options.algorithm]}
+    kind = algorithm["algorithm_type"]
+    schema = kind if kind in ("sft", "dpo") else "experience"
     shutil.copy(data / f"{schema}.db", folder)
     settings: dict[str, Any] = {
         "name": folder.name,
@@ -80,10 +83,9 @@ def write_configuration(folder: Path, data: Path, options: argparse.Namespace, l
         "trainer.max_token_len_per_gpu": limit,
         "buffer.trainer_input.experience_buffer.name": schema,
         "buffer.trainer_input.experience_buffer.path": f"sqlite:///{folder / schema}.db",
-        "algorithm.algorithm_type": name,
-        **{f"algorithm.{key}": value for key, value in ALGORITHMS[name].items()},
+        **{f"algorithm.{key}": value for key, value in algorithm.items()},
     }
-    if name == "dpo":
+    if kind == "dpo":
         settings["buffer.train_batch_size"] = 16  # Pairs, which are two rows each.
     for key, value in settings.items():
         OmegaConf.update(config, key, value)

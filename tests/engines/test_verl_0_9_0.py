@@ -1,6 +1,7 @@
 """The older of the two versions of verl that are declared, in an environment of its own over the one of the tests.
 
-The selection, one FSDP2 run and two steps of ``main_ppo`` run with it as they do with the newer one.
+The selection, the recipes, one FSDP2 run and two steps of ``main_ppo`` in both engines run with it as they do with the
+newer one.
 """
 
 import os
@@ -42,16 +43,19 @@ def run(*arguments):
     "tests",
     [
         ["tests/test_selection.py", "tests/test_worker.py", "tests/test_doctor.py", "tests/test_compat.py"],
+        ["tests/test_recipes.py", "tests/test_trinity_verl_0_9.py"],
         ["tests/engines/test_one_run.py", "-k", "fsdp"],
     ],
-    ids=["selection", "fsdp2"],
+    ids=["selection", "recipes", "fsdp2"],
 )
 def test_the_same_tests_pass(environment, tests):
     said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, environment)
     assert " passed" in said
 
 
-def test_main_ppo_trains(environment, tmp_path):
-    said = run("recipes/train_cpu.py", "--steps", "2", "--folder", tmp_path / "run", environment)
+@pytest.mark.parametrize("recipe", ["cpu_grpo", "cpu_megatron"])
+def test_main_ppo_trains(environment, tmp_path, recipe):
+    options = ["--recipe", recipe, "--steps", "2", "--folder", tmp_path / "run"]
+    said = run("recipes/train_cpu.py", *options, environment)
     assert "step   2/2  score" in said
     assert "trinity_loss EnginePolicyLoss" in said

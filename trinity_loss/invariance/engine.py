@@ -213,6 +213,8 @@ def run(
         shared["num_micro_batch"] = cut.micro_batches
     if cut.engine == "megatron per token":
         shared["routed_num_tokens"] = tokens
+    if hasattr(loss_fn, "mini_batch_totals"):  # What the training worker of that loss counts.
+        shared |= loss_fn.mini_batch_totals(batch)
     shared |= dict(totals or {})
     contributions, reported, size, without_graph = [], 0.0, 0.0, 0
     emitted: list[list[Mapping[str, Any]]] = []
