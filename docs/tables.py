@@ -4,7 +4,8 @@ trinity-loss verify --loss ours:all --json > runs/ours.json
 trinity-loss verify --loss ours:all --dtype float32 --json > runs/ours-float32.json
 trinity-loss verify --loss verl:all --json > runs/verl.json
 trinity-loss verify --loss trinity:all --json > runs/trinity.json
-python docs/tables.py runs/ours.json runs/ours-float32.json runs/verl.json runs/trinity.json > docs/invariance.md
+trinity-loss verify --loss scaled_trinity:all --json > runs/scaled_trinity.json
+python docs/tables.py runs/{ours,ours-float32,verl,trinity,scaled_trinity}.json > docs/invariance.md
 """
 
 import json
@@ -45,9 +46,14 @@ TITLES = {
     "ours-float32": "trinity_loss, float32",
     "verl": "verl 0.9.1",
     "trinity": "Trinity-RFT 0.6.0",
+    "scaled_trinity": "Trinity-RFT 0.6.0, scaled",
 }
 #: What is taken for rounding and not written in bold.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+SCALED = """Trinity-RFT's own losses through `trinity_loss.trinity_rft`. `seq-mean-token-sum-norm` divides by the width that
+responses are padded to, which differs between the cuts here. Trinity-RFT's trainer pads a batch before it is cut, so that there
+is one width in a run, and the gradient is exact there.
+"""
 _MOMENTS = "trinity_loss/moments/"
 
 
@@ -60,6 +66,11 @@ def reports(path: str) -> list[dict[str, Any]]:
 def dtype_of(family: str) -> torch.dtype:
     """What a family was computed in."""
     return torch.float32 if family.endswith("float32") else torch.float64
+
+
+def of_metrics(family: str) -> float:
+    """What is taken for rounding in a family's metrics; Trinity-RFT computes some in float32."""
+    return ROUNDING[torch.float32 if family.endswith("trinity") else dtype_of(family)]
 
 
 def number(value: Any) -> float:
@@ -103,11 +114,11 @@ def gradient_table(found: list[dict[str, Any]], rounding: float) -> str:
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
     """Each metric's largest relative deviation over all losses, modes and cuts.
 
-    A statistic of ours that is made of sums at the end of a mini-batch is as far off as the worst of its sums.
+    What a loss divides by the padded width is left out. A statistic of ours that is made of sums at the end of a mini-batch is as far off as the worst of its sums.
     """
     worst_of: dict[str, float] = {}
     for report in found:
-        if "seq-mean-token-sum-norm/None" in report["loss"]:
+        if report["loss"].endswith(("seq-mean-token-sum-norm", "seq-mean-token-sum-norm/None")):
             continue
         for row in report["rows"]:
             for key, deviation in row["metrics"].items():
@@ -146,14 +157,17 @@ def main(paths: list[str]) -> None:
     print(HEAD)
     for family, found in families.items():
         print(f"## Gradient: {TITLES.get(family, family)}\n\nEach term alone.\n")
+        if family == "scaled_trinity":
+            print(SCALED)
         print(gradient_table(found, ROUNDING[dtype_of(family)]) + "\n")
         if family == "ours":
             print(SMALL_ERRORS)
             print(planted_table() + "\n")
-    print("## Metrics\n\nOver all losses, modes and cuts.\n")
+    print("## Metrics\n\nOver all losses, modes and cuts, without those that divide by the padded width. ", end="")
+    print("Trinity-RFT computes some in float32.\n")
     columns = {family: metric_errors(found) for family, found in families.items()}
     rows = [
-        [f"`{key}`", *(written(errors.get(key, math.nan), ROUNDING[dtype_of(f)]) for f, errors in columns.items())]
+        [f"`{key}`", *(written(errors.get(key, math.nan), of_metrics(f)) for f, errors in columns.items())]
         for key in sorted({key for errors in columns.values() for key in errors})
     ]
     print(table(["metric", *(TITLES.get(family, family) for family in columns)], rows))

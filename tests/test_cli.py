@@ -58,6 +58,9 @@ def call(capsys):
         ("ours:gspo", [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], 0, "ours:gspo seq-mean-token-mean: ok"),
         ("ours:dpo", [], 0, "ours:dpo"),
         ("trinity:ppo", [], 1, "local mean"),
+        ("scaled_trinity:ppo", [], 0, "scaled_trinity:ppo token-mean: ok"),
+        ("scaled_trinity:dpo", [], 0, "scaled_trinity:dpo token-mean: ok"),
+        ("scaled_trinity:mix_chord", [], 0, "scaled_trinity:mix_chord token-mean: ok"),
     ],
 )
 def test_verify(call, small_batch, loss, overrides, code, says):
@@ -322,3 +325,5 @@ def test_names_need_a_configuration_that_makes_a_loss():
     config = compose()
     with pytest.raises(ConfigError, match="Trinity-RFT has no loss 'misspelled'"):
         next(candidates("trinity:misspelled", config))()
+    with pytest.raises(ConfigError, match="expected one of ours:NAME, .*scaled_trinity:NAME or package.module:name"):
+        next(candidates("trinity_scaled", config))

@@ -86,6 +86,10 @@ def assert_exact(config, cuts=CUTS, stock=STOCK, with_rows=lambda loss: loss):
         assert_same(play(scaled, parts), whole)
 
 
+def test_every_loss_of_trinity_is_compared():
+    assert set(POLICY_LOSS_FN._default_mapping) == {*WITH_MODE, "rec", "dpo", "mix", "mix_chord"}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WITH_MODE)
 def test_exact_under_any_cut(name, mode):
