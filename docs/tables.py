@@ -50,9 +50,9 @@ TITLES = {
 }
 #: What is taken for rounding and not written in bold.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
-SCALED = """Trinity-RFT's own losses through `trinity_loss.trinity_rft`. `seq-mean-token-sum-norm` divides by the width that
-responses are padded to, which differs between the cuts here. Trinity-RFT's trainer pads a batch before it is cut, so that there
-is one width in a run, and the gradient is exact there.
+SCALED = """Trinity-RFT's own losses through `trinity_loss.trinity_rft`. `seq-mean-token-sum-norm` divides by the width
+that responses are padded to, which differs between the cuts here. Trinity-RFT's trainer pads a batch before it is cut,
+so that there is one width in a run, and the gradient is exact there.
 """
 _MOMENTS = "trinity_loss/moments/"
 
@@ -114,7 +114,8 @@ def gradient_table(found: list[dict[str, Any]], rounding: float) -> str:
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
     """Each metric's largest relative deviation over all losses, modes and cuts.
 
-    What a loss divides by the padded width is left out. A statistic of ours that is made of sums at the end of a mini-batch is as far off as the worst of its sums.
+    What a loss divides by the padded width is left out. A statistic of ours that is made of sums at the end of a
+    mini-batch is as far off as the worst of its sums.
     """
     worst_of: dict[str, float] = {}
     for report in found:

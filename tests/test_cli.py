@@ -325,5 +325,5 @@ def test_names_need_a_configuration_that_makes_a_loss():
     config = compose()
     with pytest.raises(ConfigError, match="Trinity-RFT has no loss 'misspelled'"):
         next(candidates("trinity:misspelled", config))()
-    with pytest.raises(ConfigError, match="expected one of ours:NAME, .*scaled_trinity:NAME or package.module:name"):
+    with pytest.raises(ConfigError, match=r"expected one of ours:NAME, .*scaled_trinity:NAME or package.module:name"):
         next(candidates("trinity_scaled", config))

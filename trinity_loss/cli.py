@@ -100,7 +100,7 @@ def _parser() -> _Parser:
     formatter = argparse.RawDescriptionHelpFormatter
     verify = commands.add_parser("verify", help="verify a loss", description=_VERIFY, formatter_class=formatter)
     add = verify.add_argument
-    names = "ours, verl, trinity or scaled_trinity, each also with :NAME or :all, or package.module:name; may be given again"
+    names = "ours, verl, trinity, scaled_trinity, each also with :NAME or :all, or package.module:name; may be repeated"
     add("--loss", action="append", dest="losses", metavar="NAME", help=f"{names} (default: ours)")
     _add_config(verify)
     add("--batch", metavar="PATH", help="a recorded mini-batch, its folder, instead of one that is drawn")
