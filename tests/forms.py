@@ -182,6 +182,7 @@ def totals_of(samples: Sequence[Sample], ranks: int, form: Form) -> dict[str, An
         given["batch_num_trajectories"] = len({s.trajectory for s in counted})
     if form.counts:
         given["batch_num_valid_tokens"] = given["batch_num_tokens"]
+        given["batch_num_positive_tokens"] = sum(a > 0 for s in samples for a in s.valid(s.advantages))
         given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
         given["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
     return {k: v for k, v in (given | dict(form.totals)).items() if v is not None}

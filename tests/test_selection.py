@@ -140,8 +140,11 @@ def test_what_verl_has_no_field_for_stands_in_policy_loss():
         here + "count_padding_rows=False",
         here + "nonfinite=neutral",
         here + "rollout_metrics=sequence",
+        here + "nll_on_positives=0.05",
+        here + "row_weights=loss_weight",
     )
     read = loss_config(config)
+    assert (read.nll_on_positives, read.row_weights) == (0.05, "loss_weight")
     assert (read.loss_agg_mode, read.kl_agg_mode, read.count_padding_rows) == ("prompt-mean", "token-mean", False)
     assert (read.nonfinite, read.rollout_metrics) == ("neutral", "sequence")
 

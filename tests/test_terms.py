@@ -1,4 +1,4 @@
-"""What can be added to any loss: the off-policy mask, the unbiased KL."""
+"""What can be added to any loss: the off-policy mask, the unbiased KL, likelihood of good answers, weights of rows."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,8 @@ from forms import LAYOUTS
 from oracle import MODES, evaluate
 from ours import check, in_mode, oracle_value, run_ours
 
-from trinity_loss import LossConfig, TrinityPolicyLoss
-from trinity_loss.errors import ConfigError
+from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
+from trinity_loss.errors import ConfigError, FieldShapeError, FieldValueError, MissingFieldError
 from trinity_loss.kl import KL_TYPES
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -24,11 +24,14 @@ def _with_weights(samples):
 
 
 SAMPLES = _with_weights(make_sequences(11, seed=2))
+WEIGHTS = {"row_weights": "rollout_log_probs"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3}
 OPTIONS = {
     "off-policy mask": {"off_policy_mask": 0.1},
     "unbiased KL": {**KL, "kl_unbiased": True},
-    "both": {"off_policy_mask": 0.05, "kl_unbiased": True, "entropy_coeff": 0.2} | KL,
+    "likelihood": {"nll_on_positives": 0.4},
+    "weights": WEIGHTS | KL | {"entropy_coeff": 0.2},
+    "all": {"off_policy_mask": 0.05, "kl_unbiased": True, "nll_on_positives": 0.4, "entropy_coeff": 0.2} | KL | WEIGHTS,
 }
 
 
@@ -107,13 +110,114 @@ def test_unbiased_kl_by_hand():
     assert got.log_prob_grad.sum().item() == pytest.approx(1.5 * math.e)
 
 
+@every_layout
+def test_likelihood_by_hand(layout):
+    """Three tokens of good answers in two micro-batches and none in a third: a mean over those three."""
+    samples = (
+        sequence(2, log_probs=-1.0, old_log_probs=-1.0, advantages=1.0),
+        sequence(3, log_probs=-7.0, old_log_probs=-7.0, advantages=-1.0),
+        sequence(1, log_probs=-4.0, old_log_probs=-4.0, advantages=2.0),
+    )
+    settings = in_mode("seq-mean-token-mean", nll_on_positives=0.5)
+    for micro, ranks in ((1, 1), (3, 1), (1, 3)):
+        got = run_ours(settings, cut(samples, micro, ranks), layout, counts=True)
+        assert got.metrics["actor/nll_on_positives"] == pytest.approx(2.0, rel=1e-12)
+        assert got.loss == pytest.approx(0.5 * 2.0 - (1 - 1 + 2) / 3, rel=1e-12)
+
+
+def test_nothing_is_positive():
+    samples = tuple(sequence(2, advantages=-1.0) for _ in range(2))
+    got = run_ours(in_mode("token-mean", nll_on_positives=0.5), cut(samples, 2), "nested", counts=True)
+    assert got.metrics["actor/nll_on_positives"] == 0.0
+
+
+def test_likelihood_beside_a_number_that_is_none():
+    """A good answer's token without a log-prob weighs 0 and counts, over the mini-batch as in a batch alone."""
+    settings = in_mode("token-mean", loss_mode="gpg", nll_on_positives=0.5, nonfinite="neutral")
+    nan = sequence(2, log_probs=[-1.0, float("nan")], old_log_probs=-1.0, advantages=1.0)
+    samples = (nan, sequence(2, log_probs=-3.0, old_log_probs=-3.0, advantages=1.0))
+    alone = run(TrinityPolicyLoss(LossConfig(**settings)), cut(samples), "nested")
+    assert alone.metrics["actor/nll_on_positives"] == pytest.approx((1 + 3 + 3) / 4, rel=1e-12)
+    for micro in (1, 2):
+        got = run_ours(settings, cut(samples, micro), "nested", counts=True)
+        assert got.metrics["actor/nll_on_positives"] == pytest.approx((1 + 3 + 3) / 4, rel=1e-12)
+        assert got.loss == pytest.approx(alone.loss, rel=1e-12)
+
+
+FORMS = {
+    "[rows]": lambda w: w,
+    "[rows, 1]": lambda w: w[:, None],
+    "float32": lambda w: w.to(torch.float32),
+    "whole": lambda w: (4 * w).to(torch.int64),
+    "list": lambda w: w.tolist(),
+    "array": lambda w: w.numpy(),
+}
+
+
+class Weighing:
+    """A loss whose rows have a weight in that form, beside the same weights per token."""
+
+    def __init__(self, loss, form):
+        self.loss, self.form = loss, form
+
+    def __call__(self, *, model_output, data, dp_group):
+        values = data["rollout_log_probs"]
+        weights = values.values()[values.offsets()[:-1]] if values.is_nested else values[:, 0]
+        return self.loss(model_output=model_output, data={**data, "loss_weight": self.form(weights)}, dp_group=dp_group)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_for_each_row(form, layout):
+    settings = in_mode("seq-mean-token-sum", use_weights=True, **WEIGHTS)
+    expected = oracle_value(SAMPLES, settings)
+    scale = 4.0 if form == "whole" else 1.0
+    loss = Weighing(
+        EnginePolicyLoss(LossConfig(loss_agg_mode="seq-mean-token-sum", row_weights="loss_weight")), FORMS[form]
+    )
+    for micro, ranks in ((1, 1), (3, 1), (2, 2)):
+        got = run(loss, cut(SAMPLES, micro, ranks, "uneven"), layout, with_entropy=False)
+        assert got.loss == pytest.approx(scale * expected.loss, rel=1e-10)
+
+
+@pytest.mark.parametrize("bad", [-0.5, float("nan"), float("inf")])
+@every_layout
+def test_a_weight_that_is_none(layout, bad):
+    samples = (*SAMPLES[:2], replace(SAMPLES[2], rollout_log_probs=(bad,) * SAMPLES[2].length))
+    assert samples[2].tokens
+    loss = EnginePolicyLoss(LossConfig(row_weights="rollout_log_probs"))
+    with pytest.raises(FieldValueError, match="rollout_log_probs has a weight that is negative or not finite"):
+        run(loss, cut(samples), layout)
+
+
+def test_weights_that_do_not_fit():
+    loss = EnginePolicyLoss(LossConfig(row_weights="loss_weight"))
+    with pytest.raises(MissingFieldError, match="'loss_weight'"):
+        run(loss, cut(SAMPLES), "nested")
+    for form, says in ((lambda w: w[:-1], "loss_weight has shape"), (lambda w: w[:-1].tolist(), "one per row")):
+        with pytest.raises(FieldShapeError, match=says):
+            run(Weighing(loss, form), cut(SAMPLES), "nested")
+
+
+def test_weights_that_nobody_asked_for(monkeypatch):
+    monkeypatch.setattr("trinity_loss.loss._warned", set())
+    loss = Weighing(EnginePolicyLoss(LossConfig()), FORMS["[rows]"])
+    with pytest.warns(UserWarning, match="'loss_weight', which nothing reads") as caught:
+        run(loss, cut(SAMPLES, 3), "nested")
+    assert len([w for w in caught if "loss_weight" in str(w.message)]) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"kl_unbiased": True}, "use_kl_loss is False"),
         ({"kl_unbiased": "yes"}, "kl_unbiased is 'yes'; expected true or false"),
-        ({"off_policy_mask": "0.1"}, "off_policy_mask is '0.1'; expected null or a finite number"),
+        ({"off_policy_mask": "0.1"}, "off_policy_mask is '0.1'; expected null or a finite number, 0 or more"),
+        ({"off_policy_mask": -0.1}, "off_policy_mask is -0.1; expected null or a finite number, 0 or more"),
         ({"off_policy_mask": True}, "off_policy_mask is True"),
+        ({"nll_on_positives": -1}, "nll_on_positives is -1; expected a finite number, 0 or more"),
+        ({"row_weights": 3}, "row_weights is 3; expected null or a name"),
+        ({"loss_mode": "dpo", "row_weights": "w"}, "row_weights is 'w', but 'dpo' is no loss per token"),
         ({"loss_mode": "dpo", "off_policy_mask": 0.1}, "off_policy_mask is 0.1, but 'dpo'"),
         ({"loss_mode": "sft_phi", "loss_args": {"cutoff_prob": 0}}, r"cutoff_prob.*above 0, at most 1"),
         ({"loss_mode": "ipo", "loss_args": {"threshold": 0}}, r"threshold.*above 0"),

@@ -129,6 +129,15 @@ class TokenMean(AggregationMode):
 
 
 @dataclass(frozen=True)
+class PositiveTokenMean(TokenMean):
+    """Mean over the tokens of positive advantage of the mini-batch, which the tokens given to it are."""
+
+    @property
+    def total(self) -> str:
+        return "batch_num_positive_tokens"
+
+
+@dataclass(frozen=True)
 class TokenSum(AggregationMode):
     """Sum over tokens: no denominator."""
 

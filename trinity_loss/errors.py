@@ -34,6 +34,10 @@ class FieldShapeError(BatchError):
     """A field has a shape, a type or sequence lengths that do not fit the response tokens."""
 
 
+class FieldValueError(BatchError):
+    """A field holds a number that it must not, at a token that counts."""
+
+
 class NonFiniteError(BatchError):
     """NaN or infinity at a token that the loss mask counts."""
 

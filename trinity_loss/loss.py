@@ -25,7 +25,7 @@ from trinity_loss.token_losses import Term, TokenLosses
 from trinity_loss.totals import VALID_TOKENS, GroupCount, Totals, find_count, read_totals
 
 #: Key of each term's metric, and its name among the modes.
-_TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl"}
+_TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl", "actor/nll_on_positives": "nll"}
 _NO_GRAPH = {
     "entropy": (
         "entropy_coeff is {coefficient}, but 'entropy' of the model output has no graph, so its term would train "
@@ -101,7 +101,7 @@ class TrinityPolicyLoss:
         with torch.no_grad():
             batch = self._read(model_output, data, metrics)
             terms = self._token_losses.terms(batch, metrics)
-            loss, gradients = self._combine(terms, batch.totals, metrics)
+            loss, gradients = self._combine(terms, batch, metrics)
             loss = loss.to(batch.dtype)
             numbers = metrics.read()
         self._check(batch, numbers)
@@ -128,6 +128,12 @@ class TrinityPolicyLoss:
             before = batch.tokens.num_tokens
             batch, bad = batch.without_nonfinite(n for n in (*batch.sources, *names) if n not in may_be_nonfinite)
             metrics.add_ratio("actor/nonfinite_frac", Ratio(bad.sum(), before), VALID_TOKENS)
+        if config.row_weights is not None:
+            batch = batch.weighted_by(config.row_weights)
+        elif batch.has("loss_weight"):
+            _warn_once(
+                "loss_weight", "the batch has a 'loss_weight', which nothing reads; row_weights=loss_weight would"
+            )
         batch = self._with_fields_over_mini_batch(batch.load(names))
         # One number that is not finite makes the sum so; which one it was is asked then.
         metrics.checks["fields"] = batch.total
@@ -166,22 +172,27 @@ class TrinityPolicyLoss:
         """The micro-batch with the groups that a mode divides by; here those of the batch by itself."""
         return find_local_groups(batch, count, count_empty=self.config.count_empty_sequences)
 
-    def _combine(self, terms: list[Term], totals: Totals, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
+    def _combine(self, terms: list[Term], batch: MicroBatch, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, 0-d in float64 without a graph, and its gradient [N] by each part of the model output."""
         loss = torch.zeros((), dtype=torch.float64, device=terms[0].values.device)
         gradients: dict[str, Tensor] = {}
+        row_weights = batch.row_weights
         for term in terms:
             mode, tokens = term.mode, term.tokens
             if mode.is_linear:
                 weights = mode.token_weights(tokens, term.values.dtype)
+                weights = weights if row_weights is None else weights * row_weights
                 numerator = tokens.weighted_sum(term.values, weights)
-            else:
+            elif row_weights is None:
                 numerator, weights = mode.linearize(term.values, tokens)
+            else:
+                numerator, weights = mode.linearize(term.values * row_weights, tokens)
+                weights = weights * row_weights
             count = mode.local_count(tokens)
             metrics.add_ratio(term.name, Ratio(numerator, count), mode.total)
             if term.coefficient == 0:
                 continue
-            factor = term.coefficient * self._scale(mode, count, totals)
+            factor = term.coefficient * self._scale(mode, count, batch.totals)
             loss += factor * numerator
             gradient = term.pull_back(weights, factor)
             gradients[term.source] = gradients[term.source].add_(gradient) if term.source in gradients else gradient
@@ -273,8 +284,8 @@ class EnginePolicyLoss(TrinityPolicyLoss):
         if of_whole is not None:  # Our worker counted: what the trainer sent it has looked at, whatever the cut.
             self._warn_if_below("batch_num_tokens", totals.get("batch_num_tokens"), of_whole)
         for term, mode in _TERMS.items():
-            name = self._modes[mode].total
-            if name is None or term not in metrics.entries:
+            name = self._modes[mode].total if term in metrics.entries else None
+            if name is None:
                 continue
             total, here = totals.get(name), numbers[term + "#"]
             if total == 0 < here:

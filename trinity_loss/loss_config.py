@@ -12,7 +12,7 @@ import torch
 import trinity_loss.policy
 import trinity_loss.rollout_correction
 import trinity_loss.selecting_losses  # noqa: F401  (all three register their losses)
-from trinity_loss.aggregation import AggregationMode, has_scale_factor, make_aggregation_mode
+from trinity_loss.aggregation import AggregationMode, PositiveTokenMean, has_scale_factor, make_aggregation_mode
 from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
@@ -49,7 +49,9 @@ RULES: dict[str, Rule] = {
     "kl_loss_type": one_of(*KL_TYPES),
     "kl_agg_mode": optional(TEXT),
     "kl_unbiased": BOOLEAN,
-    "off_policy_mask": optional(NUMBER),
+    "off_policy_mask": optional(NOT_NEGATIVE),
+    "nll_on_positives": NOT_NEGATIVE,
+    "row_weights": optional(TEXT),
     "top_entropy_quantile": SHARE,
     "selection_pass": one_of("forward", "old_log_probs"),
     "selection_seed": COUNT,
@@ -109,6 +111,10 @@ class LossConfig:
             :func:`trinity_loss.kl.unbiased_kl`.
         off_policy_mask: Tokens of negative advantage of sequences whose mean of log π_old - log π is above this weigh 0
             in the policy loss, see :func:`trinity_loss.policy.off_policy_weights`; None: none.
+        nll_on_positives: Weight of a further term, the negative log-likelihood of tokens of positive advantage, a mean
+            over those tokens of the mini-batch (VAPO, https://arxiv.org/abs/2504.05118).
+        row_weights: Field of the batch, per sequence ([rows] or [rows, 1]) or per token, that multiplies the token
+            losses of every term; denominators stay. None: none.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that weigh 1 in the policy
             loss; the others weigh 0 there, and denominators stay.
         selection_pass: Where the log-probs come from that tokens of the mini-batch are chosen by: ``forward``, a pass
@@ -149,6 +155,8 @@ class LossConfig:
     kl_agg_mode: str | None = None
     kl_unbiased: bool = False
     off_policy_mask: float | None = None
+    nll_on_positives: float = 0.0
+    row_weights: str | None = None
     top_entropy_quantile: float = 1.0
     selection_pass: str = "forward"
     selection_seed: int = 0
@@ -166,10 +174,9 @@ class LossConfig:
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
         if self.kl_unbiased and not self.use_kl_loss:
             raise ConfigError("kl_unbiased is True, but use_kl_loss is False: there is no KL term")
-        if self.off_policy_mask is not None and self.policy_loss.mode is not None:
-            raise ConfigError(
-                f"off_policy_mask is {self.off_policy_mask!r}, but {self.loss_mode!r} is no loss per token"
-            )
+        for name in ("off_policy_mask", "row_weights"):
+            if getattr(self, name) is not None and self.policy_loss.mode is not None:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but {self.loss_mode!r} is no loss per token")
         rejects = self.policy_loss.rejects or self.nonfinite == "neutral"
         if rejects and not self.count_rejected_tokens:
             raise ConfigError(_REJECTS)
@@ -209,7 +216,7 @@ class LossConfig:
         for tokens in trial_tokens():
             values = tokens.indicator(torch.float32)
             for term, mode in modes.items():
-                if mode is not loss.mode:
+                if mode is not loss.mode and term in names:
                     name = getattr(self, names[term])
                     try_mode(names[term] if name else "loss_agg_mode", name or self.loss_agg_mode, mode, values, tokens)
 
@@ -238,7 +245,7 @@ class LossConfig:
 
     @property
     def aggregation_modes(self) -> dict[str, AggregationMode]:
-        """Mode of each term: ``pg``, ``entropy``, ``kl``."""
+        """Mode of each term: ``pg``, ``entropy``, ``kl`` and, where there is one, ``nll``."""
         names = {
             "pg": self.loss_agg_mode,
             "entropy": self.entropy_agg_mode or self.loss_agg_mode,
@@ -247,6 +254,8 @@ class LossConfig:
         if self.policy_loss.agg_mode is not None:
             names["pg"] = self.policy_loss.agg_mode
         modes = {term: self._make_mode(name) for term, name in names.items()}
+        if self.nll_on_positives:
+            modes["nll"] = PositiveTokenMean()
         return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}
 
     def _make_mode(self, name: str) -> AggregationMode:

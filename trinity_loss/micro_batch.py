@@ -14,15 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from trinity_loss.errors import FieldShapeError, MissingFieldError
+from trinity_loss.errors import FieldShapeError, FieldValueError, MissingFieldError
 from trinity_loss.faults import Fault
 from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
 from trinity_loss.placement import Source, place_nested, place_padded
-from trinity_loss.row_values import MicroBatchData, get_value
+from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens, computing_dtype
 from trinity_loss.totals import Rows, Totals, read_totals
 
@@ -48,6 +49,7 @@ class MicroBatch:
         faults: What may contradict itself in it.
         values: What :meth:`load` read, [N] by name, without a graph, 0 at uncounted tokens.
         total: The sum of all these values, 0-d: not finite if one of them is not.
+        row_weights: What multiplies the token losses of every term [N], 0 at uncounted tokens; None: nothing does.
     """
 
     data: MicroBatchData
@@ -59,6 +61,7 @@ class MicroBatch:
     faults: tuple[Fault, ...] = ()
     values: Mapping[str, Tensor] = field(default_factory=dict)
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
+    row_weights: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,6 +83,29 @@ class MicroBatch:
         table = torch.stack([values.to(self.dtype) for values in raw.values()]).masked_fill_(~self.tokens.mask, 0)
         faults = (*self.faults, *map(self._unequal, filter(self._is_jagged_field, names)))
         return replace(self, values=dict(zip(raw, table.unbind(), strict=True)), total=table.sum(), faults=faults)
+
+    def weighted_by(self, name: str) -> MicroBatch:
+        """The same micro-batch with a field as its :attr:`row_weights`, given per token or one for each sequence.
+
+        Args:
+            name: Key; besides the shapes of :meth:`raw`, [rows] or a list of numbers where a row is a sequence.
+
+        Raises:
+            MissingFieldError: It is not there.
+            FieldShapeError: It does not fit the response tokens.
+        """
+        value, tokens, faults = get_value(self.data, name), self.tokens, self.faults
+        per_row = isinstance(value, Tensor) and not is_jagged(value) and value.shape == (tokens.num_slots,)
+        if tokens.offsets is not None and (per_row or isinstance(value, list | tuple | np.ndarray)):
+            numbers = value if per_row else row_values(self.data, name, tokens.num_slots)
+            weights = tokens.per_token(torch.as_tensor(numbers, dtype=self.dtype, device=tokens.mask.device))
+        else:
+            weights = self.raw(name).to(self.dtype)
+            faults = (*faults, *([self._unequal(name)] if self._is_jagged_field(name) else []))
+        weights = tokens.select(weights)
+        error = FieldValueError(f"{name} has a weight that is negative or not finite; expected finite, 0 or more")
+        bad = Fault(~((weights >= 0) & weights.isfinite()).all(), error)
+        return replace(self, row_weights=weights, faults=(*faults, bad))
 
     def _is_jagged_field(self, name: str) -> bool:
         return name not in self.sources and is_jagged(get_value(self.data, name))

@@ -64,7 +64,7 @@ class TokenLosses:
 
     Attributes:
         config: What the loss is.
-        modes: Aggregation mode of each term: ``pg``, ``entropy``, ``kl``.
+        modes: Aggregation mode of each term: ``pg``, ``entropy``, ``kl`` and, where there is one, ``nll``.
         may_be_nonfinite: Fields that may hold a NaN or an infinity at a token that counts.
     """
 
@@ -84,6 +84,7 @@ class TokenLosses:
         names += [name for name in self.over_mini_batch if batch.has(name)]
         names += ["ref_log_prob"] if self.config.use_kl_loss else []
         names += ["old_log_probs"] if self.config.kl_unbiased else []
+        names += ["advantages"] if self.config.nll_on_positives else []
         names += ["old_log_probs", "advantages"] if self.config.off_policy_mask is not None else []
         if self.config.rollout_metrics is not None:
             names += ["old_log_probs", "rollout_log_probs"]
@@ -122,6 +123,11 @@ class TokenLosses:
             mode = self.modes["kl"]
             terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, "log_probs", slope))
             metrics.constants["kl_coef"] = config.kl_loss_coef
+        if config.nll_on_positives:
+            # As they came: what a rejected token has counts in the denominator, as for the other terms.
+            coefficient, positive = config.nll_on_positives, tokens.restrict(batch.raw("advantages") > 0)
+            nll, mode = -values["log_probs"], self.modes["nll"]
+            terms.append(Term("actor/nll_on_positives", coefficient, mode, positive, nll, "log_probs", -1.0))
         if config.rollout_metrics is not None:
             self._add_rollout_metrics(batch, config.rollout_metrics, metrics)
         return terms

@@ -290,6 +290,11 @@ class ResponseTokens:
         before = self.mask if self.denominator_mask is None else self.denominator_mask
         return replace(self, mask=self.mask & ~rejected, denominator_mask=before)
 
+    def restrict(self, where: Tensor) -> ResponseTokens:
+        """The same tokens, of which only those where ``where`` bool [N] holds count, in a denominator too."""
+        before = self.denominator_mask
+        return replace(self, mask=self.mask & where, denominator_mask=None if before is None else before & where)
+
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sums values [N] over each sequence, [S]; differentiable. Uncounted tokens are summed like others.
 

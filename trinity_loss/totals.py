@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError, MissingFieldError, TotalsError
+from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.jagged import is_jagged, jagged_parts
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens
 
@@ -145,6 +146,18 @@ def prompt_keys(rows: Rows) -> Sequence[Hashable]:
     return [tuple(row.tolist()) for row in prompts.unbind()]
 
 
+def _num_positive_tokens(rows: Rows) -> Tensor:
+    tokens, advantages = rows.tokens, get_value(rows.data, "advantages")
+    if not isinstance(advantages, Tensor):
+        return torch.zeros_like(tokens.num_tokens)
+    values = jagged_parts(advantages)[0] if is_jagged(advantages) else advantages.reshape(-1)
+    if values.shape == (tokens.num_slots,) and values.shape != tokens.mask.shape:  # [rows, 1]
+        values = tokens.per_token(values)
+    if values.shape != tokens.mask.shape:
+        raise FieldShapeError(f"advantages holds {values.numel()} values; expected {tokens.size}, as response_mask")
+    return ((values > 0) & tokens.mask).count_nonzero()
+
+
 def _num_loss_tokens(rows: Rows) -> Tensor:
     return rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens
 
@@ -179,6 +192,7 @@ _COUNTS: dict[str, Count | PairCount | GroupCount] = {
         Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
         PairCount(),
         Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),
+        Count("batch_num_positive_tokens", "worker", _num_positive_tokens),
         Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
         Count("batch_num_real_sequences", "worker", lambda rows: rows.tokens.num_sequences - sum(rows.synthetic)),
         GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),

@@ -67,6 +67,8 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         kl_agg_mode: Mode of the KL term; None: that of the loss.
         kl_unbiased: Whether the ratio to the old policy weighs the KL term.
         off_policy_mask: δ of the off-policy sequence mask; None: no mask.
+        nll_on_positives: Weight of the negative log-likelihood of tokens of positive advantage.
+        row_weights: Field of the batch that multiplies the token losses of every term; None: none.
         loss_args: Arguments that only this ``loss_mode`` takes.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that the policy loss counts.
         selection_pass: ``forward``: a pass over the mini-batch before it is trained on says which tokens are chosen;
@@ -96,6 +98,8 @@ class PolicyLossOptions(VerlPolicyLossConfig):
     kl_agg_mode: Optional[str] = None  # noqa: UP045
     kl_unbiased: bool = False
     off_policy_mask: Optional[float] = None  # noqa: UP045
+    nll_on_positives: float = 0.0
+    row_weights: Optional[str] = None  # noqa: UP045
     loss_args: dict[str, Any] = field(default_factory=dict)
     top_entropy_quantile: float = 1.0
     selection_pass: str = "forward"
