@@ -102,6 +102,9 @@ def _parser() -> _Parser:
     add = verify.add_argument
     names = "ours, verl, trinity, scaled_trinity, each also with :NAME or :all, or package.module:name; may be repeated"
     add("--loss", action="append", dest="losses", metavar="NAME", help=f"{names} (default: ours)")
+    whose = "whose engine calls it: verl (default), trinity, areal, nemo-rl, slime, miles, trl, prime-rl"
+    add("--contract", metavar="NAME", help=whose)
+    add("--weight-fn", metavar="NAME", help="AReaL's loss_weight_fn, package.module:name (default: valid tokens)")
     _add_config(verify)
     add("--batch", metavar="PATH", help="a recorded mini-batch, its folder, instead of one that is drawn")
     add("--engine", choices=("fsdp", "megatron"), help="run verl's own engine on a CPU instead of playing it")

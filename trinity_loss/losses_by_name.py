@@ -14,6 +14,7 @@ import torch
 from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
 from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
+from trinity_loss.invariance.contracts import CONTRACTS, Contract, Played, contract_of
 from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.registry import policy_loss_names
@@ -35,7 +36,7 @@ _ONE_POSITIONAL = ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSIT
 Maker = Callable[[], BoundLoss]
 
 
-def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
+def candidates(spec: str, config: DictConfig, contract: str = "verl", weight_fn: str | None = None) -> Iterator[Maker]:
     """The losses that a name stands for, each to be made when it is wanted.
 
     Args:
@@ -45,11 +46,23 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
             verl's ``config`` too, a policy loss of verl's signature, or one per token of ours
             (:mod:`trinity_loss.registry`).
         config: A composed verl configuration.
+        contract: Whose engine calls a loss of a module, one of
+            :data:`trinity_loss.invariance.contracts.CONTRACTS`.
+        weight_fn: Place of AReaL's ``loss_weight_fn``; None: that of its actor, which counts valid tokens.
 
     Raises:
-        ConfigError: There is no such loss; when one is made, that the configuration does not make one.
+        ConfigError: There is no such loss, contract or weight function; when one is made, that the configuration
+            does not make one.
     """
     family, _, name = spec.partition(":")
+    chosen = contract_of(contract)
+    if weight_fn is not None and contract != "areal":
+        raise ConfigError(f"--weight-fn is AReaL's; --contract is {contract}")
+    if contract != "verl" and not (contract == "trinity" and family.endswith("trinity")):
+        if family in _FAMILIES:
+            raise ConfigError(f"--loss {spec} is not written for --contract {contract}; give package.module:name")
+        yield partial(_of_contract, spec, chosen, weight_fn)
+        return
     if family in _FAMILIES and name == "all":
         for loss_mode in _NAMES[family]():
             for mode in _MODES[family]:
@@ -63,7 +76,14 @@ def candidates(spec: str, config: DictConfig) -> Iterator[Maker]:
         raise ConfigError(f"--loss is {spec!r}; expected one of {families} or package.module:name")
 
 
-def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_name: str = "ppo_trainer") -> BoundLoss:
+def bind_loss(
+    spec: str,
+    *overrides: str,
+    config_dir: str | None = None,
+    config_name: str = "ppo_trainer",
+    contract: str = "verl",
+    weight_fn: str | None = None,
+) -> BoundLoss:
     """A loss as ``trinity-loss verify --loss`` binds it, for :func:`trinity_loss.invariance.assert_invariant`.
 
     Args:
@@ -71,6 +91,8 @@ def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_
         *overrides: Hydra overrides, ``key=value``.
         config_dir: Folder of a verl configuration; None: verl's own.
         config_name: Its name.
+        contract: As :func:`candidates` takes it.
+        weight_fn: Likewise.
 
     Raises:
         ConfigError: There is no such loss, or several, or the configuration does not make it.
@@ -81,7 +103,7 @@ def bind_loss(spec: str, *overrides: str, config_dir: str | None = None, config_
     """
     from trinity_loss.verl.composed import compose
 
-    makers = [*candidates(spec, compose(config_dir, config_name, overrides))]
+    makers = [*candidates(spec, compose(config_dir, config_name, overrides), contract, weight_fn)]
     if len(makers) != 1:
         raise ConfigError(f"{spec} names {len(makers)} losses; expected one")
     return makers[0]()
@@ -220,12 +242,13 @@ def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]
             loss_agg_mode=actor.loss_agg_mode,
         )
     )
+    contract, pairs = CONTRACTS["trinity"], 2 if name == "dpo" else 1
     if family == "scaled_trinity":
         from trinity_loss.trinity_rft import ScaledTrinityPolicyLoss
 
-        loss_fn = ScaledTrinityPolicyLoss.of(loss_fn)
+        loss_fn, contract = ScaledTrinityPolicyLoss.of(loss_fn), CONTRACTS["verl"]
     title = f"{family}:{name} {actor.loss_agg_mode}"
-    return BoundLoss(title, WithRowFields(loss_fn), token_budgets(actor), 2 if name == "dpo" else 1)
+    return BoundLoss(title, WithRowFields(loss_fn), token_budgets(actor), pairs, contract=contract)
 
 
 def _from_module(spec: str, config: DictConfig) -> BoundLoss:
@@ -264,6 +287,14 @@ def _made_anew(spec: str) -> LossFn:
     found.loader.exec_module(again)
     made: Any = reduce(getattr, name.split("."), again)
     return made
+
+
+def _of_contract(spec: str, contract: Contract, weight_fn: str | None) -> BoundLoss:
+    found = find_at("--loss", spec)
+    if not callable(found):
+        raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
+    weigh = None if weight_fn is None else find_at("--weight-fn", weight_fn)
+    return BoundLoss(f"{spec} ({contract.name})", Played(contract, found, weigh), contract=contract)
 
 
 def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trinity_loss.errors import ConfigError, TrinityLossError
-from trinity_loss.invariance.check import check_invariance
-from trinity_loss.invariance.draw import make_mini_batch, with_extra_fields
+from trinity_loss.invariance.check import check_invariance, drawn_for
+from trinity_loss.invariance.draw import with_extra_fields
 from trinity_loss.invariance.engine import BoundLoss
 from trinity_loss.invariance.measure import describe
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -44,6 +44,8 @@ class Options:
     """Arguments of the command, see ``trinity-loss verify --help``; what is None was not given."""
 
     losses: Sequence[str] = ("ours",)
+    contract: str = "verl"
+    weight_fn: str | None = None
     batch: MiniBatch | None = None
     micro_batches: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
@@ -64,6 +66,8 @@ class Options:
             raise ConfigError(f"--plot is {self.plot!r}; expected a file that ends in one of {', '.join(_FIGURES)}")
         if self.engine is None:
             return
+        if self.contract != "verl":
+            raise ConfigError(f"--engine runs verl's own engines, which know no --contract {self.contract}")
         if self.batch is not None:
             raise ConfigError("--engine makes its own mini-batch: a recorded one has no tokens for a model to read")
         without_effect = ("micro_batches", "ranks", "token_budgets", "seed", "dtype", "group_size", "fields", "plot")
@@ -103,7 +107,7 @@ def verify(options: Options, config: DictConfig) -> bool:
 
 
 def _all_reports(options: Options, config: DictConfig) -> list[Report]:
-    makers = [make for spec in options.losses for make in candidates(spec, config)]
+    makers = [make for spec in options.losses for make in candidates(spec, config, options.contract, options.weight_fn)]
     brief = any(spec.endswith(":all") for spec in options.losses)
     if len(makers) == 1 or options.engine is not None:
         return [_verify(options, brief, makers, number) for number in range(len(makers))]
@@ -141,7 +145,7 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
         micro_batches = options.micro_batches or (_FEW_MICRO_BATCHES if brief else _MICRO_BATCHES)
         ranks = options.ranks or (_FEW_RANKS if brief else _RANKS)
         seed = options.seed or 0
-        batch = _batch(bound, options, max(micro_batches) * max(ranks) + 2, brief)
+        batch = _batch(bound, options, micro_batches, ranks, brief)
         return check_invariance(
             bound,
             batch,
@@ -151,7 +155,7 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
             token_budgets=options.token_budgets or (),
             tolerance=options.tolerance,
             strict=options.strict,
-            dtype=getattr(torch, options.dtype or "float64"),
+            dtype=getattr(torch, options.dtype or bound.contract.dtype),
             special=options.batch is None and not brief,
         )
     except TrinityLossError as error:
@@ -161,13 +165,15 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
         raise ConfigError(f"{bound.name} cannot be run: {describe(error)}{_hint(error)}") from error
 
 
-def _batch(bound: BoundLoss, options: Options, sequences: int, brief: bool) -> MiniBatch:
+def _batch(
+    bound: BoundLoss, options: Options, micro_batches: tuple[int, ...], ranks: tuple[int, ...], brief: bool
+) -> MiniBatch:
+    if options.group_size is not None:
+        bound = replace(bound, group_size=options.group_size)
     batch = options.batch
     if batch is None:
-        few = max(_FEW_SEQUENCES, sequences if options.micro_batches or options.ranks else 0)
-        size = options.group_size or bound.group_size
-        sequences = few if brief else max(36, sequences)
-        batch = make_mini_batch(sequences + -sequences % size, options.seed or 0)
+        at_least = _FEW_SEQUENCES if brief else 36
+        batch = drawn_for(bound, micro_batches, ranks, options.seed or 0, at_least=at_least)
     if options.group_size is not None:
         batch = replace(batch, group_size=options.group_size)
     return with_extra_fields(batch, options.fields) if options.fields else batch

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
 
 from trinity_loss.errors import ConfigError
+from trinity_loss.invariance.contracts import CONTRACTS, Contract
 from trinity_loss.invariance.cuts import Cut, Layout, all_cuts, even, whole
 from trinity_loss.invariance.diagnosis import explain, masked_values, metric_finding, not_finite, totals_finding
 from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches
@@ -87,11 +89,11 @@ def check_invariance(
     """
     micro_batches, dp_sizes = _numbers("micro_batches", micro_batches), _numbers("dp_sizes", dp_sizes)
     bound = loss_fn if isinstance(loss_fn, BoundLoss) else BoundLoss(name_of(loss_fn), loss_fn)
+    contract = bound.contract
     if special is None:
         special = batch is None
     if batch is None:
-        sequences = max(36, max(micro_batches) * max(dp_sizes) + 2)
-        batch = make_mini_batch(sequences + -sequences % bound.group_size, seed)
+        batch = drawn_for(bound, micro_batches, dp_sizes, seed)
     if bound.group_size > 1:
         batch = replace(batch, group_size=bound.group_size)
     if dtype not in TOLERANCES:
@@ -104,7 +106,13 @@ def check_invariance(
             "it cannot be cut, and so proves nothing"
         )
     return check_subject(
-        Subject(bound.loss_fn, batch.to(dtype), tuple(layouts), seed, bound.fresh),
+        Subject(
+            bound.loss_fn,
+            batch.to(dtype),
+            tuple(layout for layout in contract.layouts if layout in layouts) or contract.layouts,
+            seed,
+            bound.fresh,
+        ),
         micro_batches,
         dp_sizes,
         token_budgets=token_budgets or bound.token_budgets,
@@ -112,7 +120,27 @@ def check_invariance(
         strict=is_ours(bound.loss_fn) if strict is None else strict,
         name=name or bound.name,
         special=special,
+        contract=contract,
     )
+
+
+def drawn_for(
+    bound: BoundLoss, micro_batches: Sequence[int], dp_sizes: Sequence[int], seed: int = 0, *, at_least: int = 36
+) -> MiniBatch:
+    """The mini-batch that is drawn for these cuts: none is left out for want of sequences.
+
+    Args:
+        bound: The loss.
+        micro_batches: As in :func:`check_invariance`, and so are the next two.
+        dp_sizes: Likewise.
+        seed: Likewise.
+        at_least: Sequences.
+    """
+    if bound.contract.equal_rows:
+        sequences = multiple = lcm(bound.group_size, 8, *(m * d for m in micro_batches for d in dp_sizes))
+    else:
+        sequences, multiple = max(at_least, max(micro_batches) * max(dp_sizes) + 2), bound.group_size
+    return make_mini_batch(sequences + -sequences % multiple, seed)
 
 
 def check_subject(
@@ -125,6 +153,7 @@ def check_subject(
     strict: bool = False,
     name: str = "",
     special: bool = False,
+    contract: Contract = CONTRACTS["verl"],
 ) -> Report:
     """:func:`check_invariance` of a loss that was tried on its mini-batch already.
 
@@ -137,19 +166,30 @@ def check_subject(
         strict: Likewise.
         name: Likewise.
         special: Whether special mini-batches are tried too, where the ordinary one shows nothing.
+        contract: Whose engine calls the loss.
     """
     skipped = list(subject.skipped)
     batch, seed = subject.batch, subject.seed
     if tolerance is None:
         tolerance = TOLERANCES[batch.log_probs.dtype]
     findings = _before_any_cut(subject)
-    cuts = all_cuts(batch, micro_batches, dp_sizes, seed, subject.layouts, token_budgets, skipped)
+    cuts = all_cuts(
+        batch,
+        micro_batches,
+        dp_sizes,
+        seed,
+        subject.layouts,
+        token_budgets,
+        skipped,
+        equal_rows=contract.equal_rows,
+        engines=contract.engines,
+    )
     rows = [measure_row(subject, cut) for cut in cuts]
     if any(row.error > tolerance for row in rows):
         # What remembers its calls answers no experiment.
         findings += [] if subject.noise == "state between calls" else explain(subject, rows, tolerance)
     elif not findings:
-        for more, found in _further(subject, tolerance, special, skipped):
+        for more, found in _further(subject, tolerance, special, skipped, contract.equal_rows):
             rows += more
             if found:
                 findings += found
@@ -165,6 +205,7 @@ def check_subject(
         tolerance=tolerance,
         strict=strict,
         accuracy=_float32_error(subject),
+        contract=contract,
     )
 
 
@@ -183,11 +224,11 @@ def _before_any_cut(subject: Subject) -> list[Finding]:
 
 
 def _further(
-    subject: Subject, tolerance: float, special: bool, skipped: list[tuple[str, str]]
+    subject: Subject, tolerance: float, special: bool, skipped: list[tuple[str, str]], equal_rows: bool
 ) -> Iterator[tuple[list[Row], list[Finding]]]:
     """What an ordinary mini-batch and one loss object do not show, a few cuts each."""
     batch, base = subject.batch, subject.base
-    pieces = min(3, len(batch.groups))
+    pieces = 2 if equal_rows else min(3, len(batch.groups))
     cut = Cut("fresh", even(batch, pieces, 1), base, note="never called before")
     rows = [measure_row(subject, cut, subject.fresh())]
     cut = Cut("ranks", even(batch, 1, 2), base, note="each knowing its rank")

@@ -141,10 +141,24 @@ def all_cuts(
     layouts: Sequence[Layout],
     token_budgets: Sequence[int],
     skipped: list[tuple[str, str]],
+    *,
+    equal_rows: bool = False,
+    engines: Sequence[Engine] = ("megatron", "megatron per token"),
 ) -> Iterator[Cut]:
     """Every cut of a check, without the whole, in the order of the table.
 
     Cuts that the mini-batch is too small for are left out; ``skipped`` says which, and why.
+
+    Args:
+        batch: The mini-batch.
+        micro_batches: Numbers of micro-batches per rank.
+        dp_sizes: Numbers of ranks.
+        seed: Of the cuts that are drawn.
+        layouts: The first is that of most cuts.
+        token_budgets: Of verl's dynamic batch size.
+        skipped: Gets what is left out.
+        equal_rows: Whether only cuts into pieces of as many sequences are made.
+        engines: Other engines than FSDP to be played.
     """
     groups, size = len(batch.groups), batch.group_size
     most = max((m for m in micro_batches if m + 1 < groups), default=1)
@@ -159,15 +173,20 @@ def all_cuts(
                         f"the mini-batch has {groups} {'sequences' if size == 1 else f'groups of {size} sequences'}",
                     )
                 )
+            elif equal_rows and groups % (m * d):
+                skipped.append((f"{m} × {d} pieces", f"{groups} sequences do not divide into equal ones"))
             elif m * d > 1:
                 yield Cut("even", even(batch, m, d), base)
     some = [(min(4, most), 1)] + ([(min(2, most), ranks)] if ranks > 1 else [])
+    if equal_rows:
+        some = [(m, d) for m, d in some if groups % (m * d) == 0]
     for m, d in {(most, 1): None, **dict.fromkeys(some[1:])}:
-        if 1 < m * d < groups:
+        if 1 < m * d < groups and not equal_rows:
             yield Cut("uneven", uneven(batch, m, d, seed), base)
     if batch.cut is not None:
         yield Cut("recorded", batch.cut, base, note="as recorded")
-    yield from _dynamic_cuts(batch, some, ranks, seed, base, token_budgets, skipped)
+    if not equal_rows:
+        yield from _dynamic_cuts(batch, some, ranks, seed, base, token_budgets, skipped)
     backwards = _flat(batch, range(groups)[::-1])
     yield Cut("order", ((backwards,),), base, note="in reverse order")
     for layout in layouts[1:]:
@@ -178,7 +197,6 @@ def all_cuts(
         for width in (1, 9):
             wide = int(batch.response_lengths.max()) + 1 + width
             yield Cut("width", whole(batch).ranks, "padded", wide, note=f"padded to {wide}")
-    engines: tuple[Engine, ...] = ("megatron", "megatron per token")
     for engine in engines:
         for m, d in some:
             yield Cut("engine", even(batch, m, d), base, engine=engine, note=engine)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import TrinityLossError
+from trinity_loss.invariance.contracts import CONTRACTS, Contract, Played
 from trinity_loss.invariance.cuts import Cut, Layout
 from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -51,6 +52,7 @@ class BoundLoss:
         token_budgets: Token budgets of its configuration.
         group_size: Consecutive sequences that must stay together.
         fresh: Makes the loss anew, as it was before it was ever called; None: it is copied.
+        contract: Whose engine calls it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class BoundLoss:
     token_budgets: tuple[int, ...] = ()
     group_size: int = 1
     fresh: Callable[[], LossFn] | None = None
+    contract: Contract = CONTRACTS["verl"]
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """The loss itself."""
@@ -215,6 +218,8 @@ def run(
         shared["routed_num_tokens"] = tokens
     if hasattr(loss_fn, "mini_batch_totals"):  # What the training worker of that loss counts.
         shared |= loss_fn.mini_batch_totals(batch)
+    if isinstance(loss_fn, Played):
+        shared |= loss_fn.before(_as_sent(batch, cut, build, log_probs.detach(), entropy, shared))
     shared |= dict(totals or {})
     contributions, reported, size, without_graph = [], 0.0, 0.0, 0
     emitted: list[list[Mapping[str, Any]]] = []
@@ -246,6 +251,22 @@ def run(
         without_graph,
         {"loss": size} | {key: absolute for key, (_, absolute) in reduced.items()},
     )
+
+
+def _as_sent(
+    batch: MiniBatch, cut: Cut, build: Builder, log_probs: Tensor, entropy: Tensor | None, totals: Mapping[str, Any]
+) -> list[list[tuple[Any, Any]]]:
+    """The pieces of all of the mini-batch: those of the cut, or where it holds only some sequences, one piece."""
+    everything = tuple(range(batch.num_sequences))
+    complete = tuple(sorted(i for rank in cut.ranks for rows in rank for i in rows)) == everything
+    return [
+        [
+            (micro.model_output(log_probs, entropy), micro.with_totals(totals, False))
+            for rows in rank
+            for micro in [build(batch, rows, cut.layout, cut.width)]
+        ]
+        for rank in (cut.ranks if complete else ((everything,),))
+    ]
 
 
 def checked(result: Any) -> tuple[Tensor, Mapping[str, Any]]:

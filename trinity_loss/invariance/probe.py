@@ -22,6 +22,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from trinity_loss.invariance.contracts import Played
 from trinity_loss.invariance.cuts import Cut, Layout
 from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -99,7 +100,7 @@ def _causes(probe: Probe) -> list[Cause]:
             # A threshold answers to other values only where they cross it.
             inside = probe.content(0.1) or probe.content(4.0) or inside
     if inside is not None:
-        return [*found, inside]
+        return [*found, probe.named_by_contract(inside)]
     if probe.subject.noise is not None:
         return found
     ranks = probe.ratio(dp_size=(2, 1))
@@ -166,6 +167,15 @@ class Probe:
         ((name, values),) = totals.items()
         one, other = (self.gradient(self.rows, totals={name: value}) for value in values)
         return self.factor(one, other)
+
+    def named_by_contract(self, cause: Cause) -> Cause:
+        """A mean over rows is no fault where all pieces have as many; not dividing by their number is."""
+        loss_fn = self.subject.loss_fn
+        if not isinstance(loss_fn, Played) or not loss_fn.contract.equal_rows or cause.name != "local mean":
+            return cause
+        if "sequences" not in cause.why or abs(self.ratio(pieces_per_rank=(3, 1)) - 1) > self.same:
+            return cause
+        return Cause("number of micro-batches", "{} is a mean over rows, and is not divided by the accumulation steps")
 
     def differ(self, one: Tensor, other: Tensor) -> bool:
         return float((one - other).norm()) > self.same * float(other.norm())

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from trinity_loss.invariance.contracts import CONTRACTS, Contract
 from trinity_loss.invariance.cuts import ENGINE_LAYOUTS
 from trinity_loss.invariance.rows import CAUSES, TERMS, Deviation, Finding, Row
 from trinity_loss.tables import plain_table
@@ -29,6 +30,7 @@ class Report:
         strict: Whether metrics and masked values count.
         accuracy: Relative difference of the whole mini-batch's gradient in float32 from float64, which says
             how well the loss computes, not whether the cut matters; NaN where it was not measured.
+        contract: Whose engine calls the loss.
     """
 
     loss_name: str
@@ -38,6 +40,7 @@ class Report:
     tolerance: float = 1e-6
     strict: bool = False
     accuracy: float = math.nan
+    contract: Contract = CONTRACTS["verl"]
 
     @property
     def ok(self) -> bool:
@@ -65,12 +68,20 @@ class Report:
             f"(largest deviation {self.max_relative_error:.1e}){unknown}"
         )
 
+    @property
+    def change(self) -> str | None:
+        """What to change in the loss, by the first finding that counts; None where there is no general answer."""
+        first = next((finding.name for finding in self.findings if finding.counts), None)
+        return None if first is None else self.contract.change(first)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON; what is not finite becomes its name."""
         plain = {
             "loss": self.loss_name,
             "ok": self.ok,
             "sentence": self.sentence,
+            "change": self.change,
+            "contract": self.contract.name,
             "max_relative_error": self.max_relative_error,
             "tolerance": self.tolerance,
             "strict": self.strict,
@@ -118,6 +129,8 @@ class Report:
             said = finding.text == self.sentence
             kind = "fault" if finding.counts else "note"
             lines.append(f"  {kind}: {finding.name}: {CAUSES[finding.name] if said else finding.text}")
+        if self.change is not None:
+            lines.append(f"  change: {self.change}")
         lines += [f"  left out: {label}: {reason}" for label, reason in self.skipped]
         if not math.isnan(self.accuracy):
             lines.append(f"  accuracy: in float32 the whole mini-batch's gradient is {self.accuracy:.1e} off float64")
