@@ -901,6 +901,61 @@ def test_27_what_cannot_reach_the_loss_ends_the_run_at_its_start(also, says):
 
 
 @pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((*BYPASS, f"+{POLICY_LOSS}.loss_args.rollout_rs=token_k2"), r"loss_args\.rollout_rs is 'token_k2'; leave one"),
+        ((*BYPASS, f"+{POLICY_LOSS}.loss_args.rollout_rs_threshold=5"), "rollout_rs_threshold is 2, but .* is 5"),
+        ((f"+{CORRECTION}.rolout_rs=token_k1",), r"^algorithm\.rollout_correction has rolout_rs; expected some of"),
+        ((f"{CORRECTION}.bypass_mode='no'",), r"bypass_mode is 'no'; expected true or false"),
+        (
+            (
+                f"{POLICY_LOSS}.loss_mode=sapo",
+                f"+{POLICY_LOSS}.loss_args.tau_pos=1.5",
+                "actor_rollout_ref.actor.tau_pos=2",
+            ),
+            r"^actor_rollout_ref\.actor\.tau_pos is 2, but .*loss_args\.tau_pos is 1\.5; leave one of them out",
+        ),
+        (
+            (
+                f"{POLICY_LOSS}.loss_mode=kl_cov",
+                f"+{POLICY_LOSS}.loss_args.kl_cov_ratio=0.3",
+                f"{POLICY_LOSS}.kl_cov_ratio=0.1",
+            ),
+            r"policy_loss\.kl_cov_ratio is 0\.1, but .*loss_args\.kl_cov_ratio is 0\.3",
+        ),
+    ],
+)
+def test_27_an_option_that_is_said_twice_is_said_alike(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        started(*overrides)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("threshold", ["'2'", "2", "2.0", "'2.0'"])
+def test_27_a_number_is_the_same_as_text(threshold):
+    own = (f"{OWN}.rollout_rs=token_k1", f"{OWN}.rollout_rs_threshold={threshold}")
+    assert train(started(*BYPASS, *own)[1], REJECTED)["loss"] == ALIKE(-0.5)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((f"{OWN}.rollout_rs=token_k1", f"{OWN}.rollout_rs_threshold=2"), "which only loss_mode=bypass_mode reads"),
+        ((f"{OWN}.bypass_mode=True",), "which the trainer reads: it computes old_log_probs"),
+        ((f"{POLICY_LOSS}.loss_mode=bypass_mode",), "takes them for those of the rollout"),
+    ],
+)
+def test_27_what_nothing_reads_is_named_in_the_log(overrides, says, caplog):
+    started(*overrides)
+    assert says in caplog.text
+    caplog.clear()
+    started(f"{OWN}=${{{CORRECTION}}}", f"{CORRECTION}.rollout_is=token")
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.usefixtures("verls_worker")
 def test_27_without_options_another_loss_keeps_its_ratio_against_the_rollout():
     _, worker = started(f"{CORRECTION}.bypass_mode=True", f"{POLICY_LOSS}.loss_mode=gspo")
     assert worker.loss_fn.config.loss_mode == "gspo"
@@ -1052,10 +1107,95 @@ def test_36_a_step_of_several_batches_is_one_step(tmp_path):
     assert sorted(recorded(tmp_path)) == [f"step-{step}/mini-batch-{k}" for step in (1, 3) for k in (1, 2, 3, 4)]
 
 
+class Bound:
+    """A trainer of verl's loss that keeps its configuration under a name of its own."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def __call__(self, model_output, data, dp_group=None):
+        return ppo_loss(self.actor, model_output, data, dp_group)
+
+    def loss(self, **given):
+        loss, metrics = ppo_loss(config=self.actor, **given)
+        return loss, metrics
+
+    @staticmethod
+    def named(config, model_output, data, dp_group=None):
+        return ppo_loss(config, model_output, data)
+
+
+def wrapped(actor):
+    @functools.wraps(ppo_loss)
+    def inner(*values, **named):
+        return ppo_loss(actor, *values, **named)
+
+    return inner
+
+
 @pytest.mark.usefixtures("verls_worker")
-@pytest.mark.parametrize("bind", [lambda a: functools.partial(ppo_loss, a), lambda a: MethodType(ppo_loss, a)])
+@pytest.mark.parametrize(
+    "bind",
+    [
+        lambda a: functools.partial(ppo_loss, a),
+        lambda a: functools.partial(functools.partial(ppo_loss, config=a), dp_group=None),
+        lambda a: MethodType(ppo_loss, a),
+        lambda a: lambda **given: ppo_loss(config=a, **given),
+        lambda a: lambda model_output, data, dp_group=None, c=a: ppo_loss(c, model_output, data),
+        Bound,
+        lambda a: Bound(a).loss,
+        lambda a: functools.partial(Bound.named, a),
+        wrapped,
+    ],
+)
 def test_39_verls_loss_is_ours_however_it_is_bound(bind):
-    assert train(started(bind=bind)[1], token_losses([1, 1, 1], [5]))["loss"] == ALIKE(2)
+    verls = ppo_loss.__code__
+    worker = started(bind=bind)[1]
+    metrics = train(worker, token_losses([1, 1, 1], [5]))
+    assert isinstance(worker.loss_fn, EnginePolicyLoss)
+    assert metrics["loss"] == ALIKE(2)
+    assert metrics["actor/micro_batches"] == 1
+    assert ppo_loss.__code__ is verls
+
+
+def with_a_bonus(actor):
+    def loss(**given):
+        value, metrics = ppo_loss(config=actor, **given)
+        return value + 1, metrics
+
+    return loss
+
+
+def with_a_metric(actor):
+    def loss(**given):
+        value, metrics = ppo_loss(config=actor, **given)
+        metrics["mine"] = 1.0
+        return value, metrics
+
+    return loss
+
+
+def of_half_the_rows(actor):
+    return lambda model_output, data, dp_group=None: ppo_loss(actor, model_output, data[: len(data) // 2])
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("bind", [with_a_bonus, with_a_metric, of_half_the_rows])
+def test_39_what_does_more_than_verls_loss_trains_and_is_named(bind, caplog):
+    _, worker = started(bind=bind)
+    assert worker.loss_fn.__qualname__.startswith(bind.__name__)
+    assert f"it does not train: a trainer set test_field_cases.{bind.__name__}.<locals>" in caplog.text
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("carry", [lambda ours: ours, lambda ours: ours.__call__, lambda ours: functools.partial(ours)])
+def test_39_what_carries_our_configuration_is_ours(carry, caplog):
+    loss = carry(EnginePolicyLoss(LossConfig()))
+    _, worker = started(bind=lambda actor: loss)
+    assert worker.loss_fn == loss
+    metrics = train(worker, token_losses([1, 1, 1], [5]))
+    assert (metrics["loss"], metrics["actor/micro_batches"]) == (ALIKE(2), 1)
+    assert "does not train" not in caplog.text
 
 
 def of_a_trainer(model_output, data, dp_group=None, config=None):

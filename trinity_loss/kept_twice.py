@@ -91,6 +91,8 @@ def _differ(place: str, value: Any, read: str, other: Any) -> str:
 
 def _corrections(config: DictConfig, ours: bool) -> Iterator[str]:
     """Rollout correction: the trainer reads ``algorithm``, the loss ``policy_loss``, and verl copies it too late."""
+    from trinity_loss.verl.policy_options import unread_corrections
+
     said, own = (_select(config, key) or {} for key in (_CORRECTION, f"{_POLICY_LOSS}.rollout_correction"))
     loss_mode, bypass = _select(config, f"{_POLICY_LOSS}.loss_mode"), bool(said.get("bypass_mode"))
     asked = [name for name in ("bypass_mode", "rollout_is", "rollout_rs") if said.get(name)]
@@ -105,19 +107,8 @@ def _corrections(config: DictConfig, ours: bool) -> Iterator[str]:
                 f"{_POLICY_LOSS}.loss_mode=bypass_mode +{_POLICY_LOSS}.rollout_correction=${{{_CORRECTION}}} makes it "
                 "reach the loss"
             )
-    if said and not bypass and (own.get("bypass_mode") or loss_mode == "bypass_mode"):
-        place = "loss_mode is bypass_mode" if loss_mode == "bypass_mode" else "rollout_correction.bypass_mode is True"
-        yield (
-            f"{_POLICY_LOSS}.{place}, but {_CORRECTION}.bypass_mode is False, which the trainer reads: it computes "
-            f"old_log_probs, and the loss takes them for those of the rollout; {_CORRECTION}.bypass_mode=True"
-        )
-    if not bypass and loss_mode != "bypass_mode":
-        for name in ("rollout_is", "rollout_rs"):
-            if own.get(name) and own[name] != said.get(name):
-                yield (
-                    f"{_POLICY_LOSS}.rollout_correction.{name} is {own[name]}, which only loss_mode=bypass_mode reads; "
-                    f"{_CORRECTION}.{name}={own[name]} has the trainer do it"
-                )
+    if said:
+        yield from unread_corrections(loss_mode, own, said)
 
 
 #: Options that the loss reads; ``bypass_mode`` is the trainer's.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -24,10 +23,48 @@ def unbound(loss_fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return loss_fn, (), {}
 
 
+class _Engine:
+    """Stands for what an engine hands to a loss: verl's loss, spied upon, leaves its configuration here."""
+
+    def __init__(self) -> None:
+        self.config: Any = None
+        self.loss, self.metrics = object(), {"actor/pg_loss": object()}
+
+    def reach(self, config: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        self.config = config if data is self else None
+        return self.loss, self.metrics
+
+
+def _spy(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    return model_output.reach(config, data)
+
+
+def bound_configuration(loss_fn: Any) -> Any:
+    """The configuration that a callable binds verl's ``ppo_loss`` to, however it does so; None if it is another loss.
+
+    A partial shows what it binds, a lambda, a closure or a method does not. So it is called once, with verl's function
+    replaced: one that passes everything on, and gives back what it got, is that function.
+    """
+    from verl.workers.utils.losses import ppo_loss
+
+    engine, verls = _Engine(), ppo_loss.__code__
+    # By its code: whoever imported the function holds the object itself.
+    ppo_loss.__code__ = _spy.__code__
+    try:
+        result = loss_fn(model_output=engine, data=engine, dp_group=engine)
+    except Exception:
+        return None
+    finally:
+        ppo_loss.__code__ = verls
+    same = isinstance(result, tuple) and len(result) == 2 and result[0] is engine.loss and result[1] is engine.metrics
+    return engine.config if same and len(engine.metrics) == 1 else None
+
+
 def selecting_actor(loss_fn: Any) -> Any:
     """The actor configuration with our options that a callable is bound to or carries, None if there is none."""
     function, values, named = unbound(loss_fn)
-    for candidate in (*values, *named.values(), getattr(function, "config", None)):
+    carried = (getattr(candidate, "config", None) for candidate in (function, *values))
+    for candidate in (bound_configuration(loss_fn), *values, *named.values(), *carried):
         if isinstance(getattr(candidate, "policy_loss", None), PolicyLossOptions):
             return candidate
     return None
@@ -46,17 +83,14 @@ def engine_loss(loss_fn: Any, correction: Mapping[str, Any] | None = None) -> En
         ConfigError: A distillation loss is bound to our configuration.
     """
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl.workers.utils.losses import ppo_loss
 
-    function, values, named = unbound(loss_fn)
+    function = unbound(loss_fn)[0]
     if function is distillation_ppo_loss and (said := selecting_actor(loss_fn)) is not None:
         raise ConfigError(
             f"actor.policy_loss is {name_of(type(said.policy_loss))}, but verl computes {name_of(function)}, which "
             "goes around it: switch the distillation off, or take the _target_ of policy_loss away"
         )
-    if function is not ppo_loss:
-        return None
-    actor: Any = signature(ppo_loss).bind_partial(*values, **named).arguments.get("config")
+    actor = bound_configuration(loss_fn)
     if not isinstance(getattr(actor, "policy_loss", None), PolicyLossOptions):
         return None
     ours = EnginePolicyLoss(loss_config(actor, correction))
@@ -65,9 +99,9 @@ def engine_loss(loss_fn: Any, correction: Mapping[str, Any] | None = None) -> En
 
 def config_of(loss_fn: Any) -> LossConfig | None:
     """The configuration of the loss of ours that a callable is, carries or stands beside, None where there is none."""
-    loss = loss_fn.ours if isinstance(loss_fn, ShadowLoss) else unbound(loss_fn)[0]
-    config = getattr(loss, "config", None)
-    return config if isinstance(config, LossConfig) else None
+    function, values, _ = unbound(loss_fn.ours if isinstance(loss_fn, ShadowLoss) else loss_fn)
+    configs = (getattr(candidate, "config", None) for candidate in (function, *values))
+    return next((config for config in configs if isinstance(config, LossConfig)), None)
 
 
 def name_of(something: Callable[..., Any]) -> str:

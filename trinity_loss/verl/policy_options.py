@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import Parameter
 from typing import Any, Optional, cast
@@ -51,7 +51,8 @@ _CORRECTION: dict[str, Any] = {
     "rollout_rs_threshold": None,
 }
 _BYPASS = "bypass_mode"
-_HERE, _THERE = "actor_rollout_ref.actor.policy_loss", "algorithm.rollout_correction"
+_ACTOR = "actor_rollout_ref.actor"
+_HERE, _THERE = f"{_ACTOR}.policy_loss", "algorithm.rollout_correction"
 
 
 @dataclass
@@ -144,15 +145,23 @@ def _as_correction(given: Any) -> RolloutCorrectionConfig:
     """``policy_loss.rollout_correction`` in the form that verl's own losses read, too."""
     if given is None:
         return RolloutCorrectionConfig()
-    if isinstance(given, RolloutCorrectionConfig):
-        return given
     name = "policy_loss.rollout_correction"
-    check(name, given, Rule(lambda value: isinstance(value, Mapping), "a mapping"))
+    if not isinstance(given, RolloutCorrectionConfig):
+        check(name, given, Rule(lambda value: isinstance(value, Mapping), "a mapping"))
+        _check_correction(name, given)
+        given = RolloutCorrectionConfig(**_CORRECTION | dict(given))
+    _check_correction(name, {f.name: getattr(given, f.name) for f in fields(given)})
+    return given
+
+
+def _check_correction(name: str, given: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for an option that rollout correction does not have, or a word for a boolean."""
     known = [f.name for f in fields(RolloutCorrectionConfig)]
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ConfigError(f"{name} has {', '.join(map(str, unknown))}; expected some of {', '.join(known[1:])}")
-    return RolloutCorrectionConfig(**_CORRECTION | dict(given))
+    for option in (_BYPASS, "rollout_is_batch_normalize"):
+        check(f"{name}.{option}", given.get(option, False), BOOLEAN)
 
 
 def loss_config(actor: ActorConfig, correction: Mapping[str, Any] | None = None) -> LossConfig:
@@ -168,47 +177,98 @@ def loss_config(actor: ActorConfig, correction: Mapping[str, Any] | None = None)
     policy_loss = cast(PolicyLossOptions, actor.policy_loss)
     loss_mode, options = _with_bypass(policy_loss, correction)
     arguments = dict(policy_loss.loss_args)
-    verls = {name: getattr(actor, name) for name in _ACTOR_ARGUMENTS} | options
-    verls |= {name: getattr(policy_loss, name) for name in _POLICY_LOSS_ARGUMENTS}
+    verls: dict[str, tuple[str, Any]] = dict.fromkeys(_ACTOR_ARGUMENTS, (_ACTOR, actor))
+    verls |= dict.fromkeys(_POLICY_LOSS_ARGUMENTS, (_HERE, policy_loss)) | dict.fromkeys(_CORRECTION, options)
     for name, default in get_policy_loss(loss_mode).arguments.items():
-        # verl's null means that nothing is given, except where null is a choice.
-        if name in verls and name not in arguments and (verls[name] is not None or default is not Parameter.empty):
-            arguments[name] = verls[name]
+        if name in verls:
+            place, owner = verls[name]
+            value = getattr(owner, name)
+            if name in arguments:
+                _check_said_once(f"{place}.{name}", value, owner, arguments[name])
+            # verl's null means that nothing is given, except where null is a choice.
+            elif value is not None or default is not Parameter.empty:
+                arguments[name] = value
     said = {f.name: getattr(actor, f.name) for f in fields(LossConfig) if hasattr(actor, f.name)}
     ours = {f.name: getattr(policy_loss, f.name) for f in fields(LossConfig) if hasattr(policy_loss, f.name)}
     said |= {name: value for name, value in ours.items() if value is not None or name not in said}
     return LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
 
 
-def _with_bypass(policy_loss: PolicyLossOptions, correction: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-    """The loss, and its options of rollout correction.
+def _check_said_once(place: str, value: Any, owner: Any, given: Any) -> None:
+    """Raises :class:`ConfigError` where verl's own option and ``loss_args`` both say something, and not the same."""
+    name = place.rpartition(".")[2]
+    unsaid = (_CORRECTION.get(name), *(f.default for f in fields(owner) if f.name == name))
+    if not any(_same(value, other) for other in (given, *unsaid)):
+        raise ConfigError(f"{place} is {value!r}, but {_HERE}.loss_args.{name} is {given!r}; leave one of them out")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same; verl takes numbers as text, too."""
+    if isinstance(one, str) or isinstance(other, str):
+        try:
+            return float(one) == float(other)
+        except (TypeError, ValueError):
+            pass
+    return bool(one == other)
+
+
+def unread_corrections(loss_mode: str, own: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[str]:
+    """What options of rollout correction ask for that nothing does, a sentence each.
+
+    Args:
+        loss_mode: The policy loss.
+        own: ``policy_loss.rollout_correction``, empty where nothing is said there.
+        said: ``algorithm.rollout_correction``.
+    """
+    if said.get(_BYPASS):
+        return
+    if loss_mode == _BYPASS or own.get(_BYPASS):
+        place = "loss_mode is bypass_mode" if loss_mode == _BYPASS else "rollout_correction.bypass_mode is True"
+        yield (
+            f"{_HERE}.{place}, but {_THERE}.bypass_mode is False, which the trainer reads: it computes "
+            f"old_log_probs, and the loss takes them for those of the rollout; {_THERE}.bypass_mode=True"
+        )
+    if loss_mode != _BYPASS:
+        for name in ("rollout_is", "rollout_rs"):
+            if own.get(name) and own[name] != said.get(name):
+                yield (
+                    f"{_HERE}.rollout_correction.{name} is {own[name]}, which only loss_mode=bypass_mode reads; "
+                    f"{_THERE}.{name}={own[name]} has the trainer do it"
+                )
+
+
+def _with_bypass(
+    policy_loss: PolicyLossOptions, correction: Mapping[str, Any] | None
+) -> tuple[str, tuple[str, RolloutCorrectionConfig]]:
+    """The loss, and its options of rollout correction with their place.
 
     verl's trainer, where ``algorithm.rollout_correction.bypass_mode`` is on, takes the rollout's log-probs for the old
     ones and writes the options and the loss ``bypass_mode`` into its own copy of ``policy_loss``, after the workers
     were made from it.
     """
     mode, own = policy_loss.loss_mode, policy_loss.rollout_correction
-    options = {name: getattr(own, name) for name in _CORRECTION}
+    here = f"{_HERE}.rollout_correction"
     if correction is None:
         correction = {f.name: getattr(own, f.name) for f in fields(own)}
-    if not correction.get("bypass_mode"):
-        return mode, options
-    theirs = {name: correction.get(name, default) for name, default in _CORRECTION.items()}
+    _check_correction(_THERE, correction)
+    if not correction.get(_BYPASS):
+        return mode, (here, own)
+    theirs = RolloutCorrectionConfig(**_CORRECTION | {k: v for k, v in correction.items() if k in _CORRECTION})
     if own != RolloutCorrectionConfig():
-        for name, value in theirs.items():
-            if options[name] != value:
+        for name in _CORRECTION:
+            mine, value = getattr(own, name), getattr(theirs, name)
+            if not _same(mine, value):
                 raise ConfigError(
-                    f"{_THERE}.{name} is {value!r}, but {_HERE}.rollout_correction.{name} is {options[name]!r}; "
-                    f"+{_HERE}.rollout_correction=${{{_THERE}}} makes them one"
+                    f"{_THERE}.{name} is {value!r}, but {here}.{name} is {mine!r}; +{here}=${{{_THERE}}} makes them one"
                 )
     if mode in ("vanilla", "ppo", _BYPASS):
-        return _BYPASS, theirs
+        return _BYPASS, (_THERE, theirs)
     for name in ("rollout_rs", "rollout_is", "loss_type"):
-        nothing = _CORRECTION[name]
-        if theirs[name] != nothing:
+        nothing, value = _CORRECTION[name], getattr(theirs, name)
+        if value != nothing:
             raise ConfigError(
-                f"{_THERE}.bypass_mode is on and {name} is {theirs[name]!r}, which verl's loss bypass_mode reads, but "
+                f"{_THERE}.bypass_mode is on and {name} is {value!r}, which verl's loss bypass_mode reads, but "
                 f"{_HERE}.loss_mode is {mode!r}; {_HERE}.loss_mode=bypass_mode makes it reach the loss, "
                 f"{_THERE}.{name}={'null' if nothing is None else nothing} leaves it out"
             )
-    return mode, options
+    return mode, (here, own)

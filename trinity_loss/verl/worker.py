@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -26,7 +28,7 @@ from trinity_loss.verl.compat import check_version
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.diagnostic import only_warning
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
-from trinity_loss.verl.policy_options import PolicyLossOptions
+from trinity_loss.verl.policy_options import PolicyLossOptions, unread_corrections
 from trinity_loss.verl.recording import RunRecording
 from trinity_loss.verl.selecting import attach_selection
 from trinity_loss.verl.shadow import ShadowLoss
@@ -51,7 +53,7 @@ class _WorkerClass:
             return self.worker_class
         if issubclass(self.worker_class, TrinityWorkerMixin):
             return partial(_make_within, self.worker_class, outer)
-        if not str(_select(outer, "actor.policy_loss._target_")).startswith("verl."):
+        if _selected_by(outer):
             _say_bypassed(f"{type(outer).__name__} trains with {name_of(self.worker_class)}, which goes around it")
         return self.worker_class
 
@@ -59,8 +61,15 @@ class _WorkerClass:
 def _make_within(worker_class: type[Any], outer: Any, *values: Any, **named: Any) -> Any:
     worker = worker_class(*values, **named)
     worker.rollout_correction = _select(outer, "algorithm.rollout_correction", of_run=True)
+    worker.selected = _selected_by(outer)
     worker.steps.follow(outer)
     return worker
+
+
+def _selected_by(outer: Any) -> bool:
+    """Whether the configuration of verl's worker selects our loss."""
+    target = _select(outer, "actor.policy_loss._target_")
+    return target is not None and issubclass(get_class(target), PolicyLossOptions)
 
 
 def _select(outer: Any, key: str, *, of_run: bool = False) -> Any:
@@ -99,8 +108,13 @@ def subclasses(of: type[Any]) -> list[type[Any]]:
 
 
 def _say_bypassed(what: str) -> None:
+    _warn(f"actor.policy_loss selects this loss, but it does not train: {what}")
+
+
+def _warn(what: str) -> None:
+    """A line in the log of the driver, once for all ranks."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        logger.warning("trinity_loss: actor.policy_loss selects this loss, but it does not train: %s", what)
+        logger.warning("trinity_loss: %s", what)
 
 
 class TrinityWorkerMixin:
@@ -108,6 +122,7 @@ class TrinityWorkerMixin:
 
     Attributes:
         rollout_correction: ``algorithm.rollout_correction`` of the run, None where it is not known.
+        selected: Whether the configuration selects our loss.
         recording: What saves mini-batches, None where none is to be saved.
         auditing: What the configuration says of the audit, None where no step is to be audited.
     """
@@ -118,7 +133,7 @@ class TrinityWorkerMixin:
     rollout_correction: Mapping[str, Any] | None = None
     recording: RunRecording | None = None
     auditing: Any = None
-    _selected = False
+    selected = False
 
     def __init__(self, *values: Any, **named: Any) -> None:
         super().__init__(*values, **named)
@@ -128,15 +143,25 @@ class TrinityWorkerMixin:
         """The loss to train with instead of what verl hands over; a line of the log says which."""
         ours = engine_loss(loss_fn, self.rollout_correction)
         actor = selecting_actor(loss_fn)
-        self._selected = self._selected or actor is not None
+        self.selected = self.selected or actor is not None
         if actor is not None:
+            self._warn_of_unread(actor.policy_loss)
             self.recording = RunRecording.of(actor.policy_loss)
             self.auditing = audit_settings(actor.policy_loss)
         if ours is not None:
             logger.info("trinity_loss: training with %s", ours)
-        elif self._selected and config_of(loss_fn) is None:
-            _say_bypassed(f"a trainer set {name_of(loss_fn)} as the loss")
+        elif self.selected and config_of(loss_fn) is None:
+            _say_bypassed(
+                f"a trainer set {name_of(loss_fn)} as the loss (if that calls it after all, let it have its .config)"
+            )
         return loss_fn if ours is None else ours
+
+    def _warn_of_unread(self, policy_loss: PolicyLossOptions) -> None:
+        """Says what is asked of rollout correction where nothing reads it."""
+        own = policy_loss.rollout_correction
+        asked = {} if own == type(own)() else {f.name: getattr(own, f.name) for f in fields(own)}
+        for text in unread_corrections(policy_loss.loss_mode, asked, self.rollout_correction or asked):
+            _warn(text)
 
     def count(self, data: TensorDict, config: LossConfig, *, whole_batch: bool = False) -> None:
         """Counts what the engine does not, over the ranks."""
