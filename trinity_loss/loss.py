@@ -25,7 +25,13 @@ from trinity_loss.token_losses import Term, TokenLosses
 from trinity_loss.totals import VALID_TOKENS, GroupCount, Totals, find_count, read_totals
 
 #: Key of each term's metric, and its name among the modes.
-_TERMS = {"actor/pg_loss": "pg", "actor/entropy_loss": "entropy", "kl_loss": "kl", "actor/nll_on_positives": "nll"}
+_TERMS = {
+    "actor/pg_loss": "pg",
+    "actor/entropy_loss": "entropy",
+    "kl_loss": "kl",
+    "actor/nll_on_positives": "nll",
+    "distillation/loss": "distillation",
+}
 _NO_GRAPH = {
     "entropy": (
         "entropy_coeff is {coefficient}, but 'entropy' of the model output has no graph, so its term would train "
@@ -33,6 +39,7 @@ _NO_GRAPH = {
         "(actor_rollout_ref.actor.calculate_entropy=True still reports it)"
     ),
     "log_probs": "'log_probs' of the model output has no graph, so the policy would not be trained by it",
+    "distillation_losses": "'distillation_losses' of the model output has no graph, so the teacher would teach nothing",
 }
 #: Warned of already.
 _warned: set[object] = set()
@@ -114,8 +121,11 @@ class TrinityPolicyLoss:
     def _read(self, model_output: Mapping[str, Any], data: MicroBatchData, metrics: MetricSet) -> MicroBatch:
         """The micro-batch with all that the configuration needs of it."""
         config = self.config
-        batch = read_micro_batch(model_output, data, count_padding_rows=config.count_padding_rows)
-        if batch.entropy is None and config.entropy_coeff != 0:
+        outputs, beside = self._token_losses.outputs(model_output)
+        batch = read_micro_batch(
+            model_output, data, outputs=outputs, beside=beside, count_padding_rows=config.count_padding_rows
+        )
+        if "entropy" not in batch.sources and config.entropy_coeff != 0:
             raise MissingFieldError(
                 f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
                 "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it"

@@ -13,6 +13,7 @@ import trinity_loss.policy
 import trinity_loss.rollout_correction
 import trinity_loss.selecting_losses  # noqa: F401  (all three register their losses)
 from trinity_loss.aggregation import AggregationMode, PositiveTokenMean, has_scale_factor, make_aggregation_mode
+from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
@@ -52,6 +53,9 @@ RULES: dict[str, Rule] = {
     "off_policy_mask": optional(NOT_NEGATIVE),
     "nll_on_positives": NOT_NEGATIVE,
     "row_weights": optional(TEXT),
+    "distillation": optional(
+        Rule(lambda value: isinstance(value, DistillationLossConfig), "a DistillationLossConfig or its fields")
+    ),
     "top_entropy_quantile": SHARE,
     "selection_pass": one_of("forward", "old_log_probs"),
     "selection_seed": COUNT,
@@ -69,6 +73,10 @@ _REJECTS = (
     "count_rejected_tokens is False, but the loss itself may reject tokens: how many of the mini-batch stay is not "
     "known while its first micro-batch is computed"
 )
+
+
+#: What has no effect where only the distillation trains.
+_OF_POLICY = ("entropy_coeff", "use_kl_loss", "off_policy_mask", "nll_on_positives", "top_entropy_quantile")
 
 
 def _naming_unknown_fields(cls: type[LossConfig]) -> type[LossConfig]:
@@ -115,6 +123,8 @@ class LossConfig:
             over those tokens of the mini-batch (VAPO, https://arxiv.org/abs/2504.05118).
         row_weights: Field of the batch, per sequence ([rows] or [rows, 1]) or per token, that multiplies the token
             losses of every term; denominators stay. None: none.
+        distillation: What is added of a teacher, as a :class:`trinity_loss.DistillationLossConfig` or a mapping of its
+            fields, aggregated by ``loss_agg_mode``; None: nothing.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that weigh 1 in the policy
             loss; the others weigh 0 there, and denominators stay.
         selection_pass: Where the log-probs come from that tokens of the mini-batch are chosen by: ``forward``, a pass
@@ -157,6 +167,7 @@ class LossConfig:
     off_policy_mask: float | None = None
     nll_on_positives: float = 0.0
     row_weights: str | None = None
+    distillation: DistillationLossConfig | None = None
     top_entropy_quantile: float = 1.0
     selection_pass: str = "forward"
     selection_seed: int = 0
@@ -169,6 +180,8 @@ class LossConfig:
     rollout_metrics_lower: float = 0.5
 
     def __post_init__(self) -> None:
+        if isinstance(self.distillation, Mapping):
+            object.__setattr__(self, "distillation", DistillationLossConfig(**self.distillation))
         for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
@@ -183,6 +196,7 @@ class LossConfig:
         object.__setattr__(self, "loss_args", dict(self.loss_args))
         self.policy_loss.check_arguments(self.loss_mode, self.loss_args)
         self._check_selection()
+        self._check_distillation()
         with torch.inference_mode(False):
             self._try()
 
@@ -204,6 +218,18 @@ class LossConfig:
                 f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_mode {self.loss_mode!r} is not one loss"
                 " per token"
             )
+
+    def _check_distillation(self) -> None:
+        """Whether all that is asked for beside the distillation trains."""
+        if self.distillation is None or self.distillation.use_task_rewards:
+            return
+        for name in _OF_POLICY:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default:
+                raise ConfigError(
+                    f"{name} is {value!r}, but distillation_loss.use_task_rewards is False, so the distillation alone "
+                    f"trains; expected {default!r}, or use_task_rewards=True"
+                )
 
     def _try(self) -> None:
         """Calls the loss and the modes on two sequences, which finds what no field shows."""
@@ -245,7 +271,7 @@ class LossConfig:
 
     @property
     def aggregation_modes(self) -> dict[str, AggregationMode]:
-        """Mode of each term: ``pg``, ``entropy``, ``kl`` and, where there is one, ``nll``."""
+        """Mode of each term: ``pg``, ``entropy``, ``kl`` and, where they are there, ``nll``, ``distillation``."""
         names = {
             "pg": self.loss_agg_mode,
             "entropy": self.entropy_agg_mode or self.loss_agg_mode,
@@ -253,6 +279,8 @@ class LossConfig:
         }
         if self.policy_loss.agg_mode is not None:
             names["pg"] = self.policy_loss.agg_mode
+        if self.distillation is not None:
+            names["distillation"] = self.loss_agg_mode
         modes = {term: self._make_mode(name) for term, name in names.items()}
         if self.nll_on_positives:
             modes["nll"] = PositiveTokenMean()

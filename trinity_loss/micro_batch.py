@@ -32,7 +32,14 @@ _SWITCHES = {
     "ref_log_prob": "actor_rollout_ref.actor.use_kl_loss=True makes verl compute it",
     "rollout_log_probs": "actor_rollout_ref.rollout.calculate_log_probs=True makes the rollout return it",
     "rollout_is_weights": "algorithm.rollout_correction.rollout_is makes verl compute it",
+    "teacher_logprobs": "distillation.enabled=True makes verl's agent loop ask the teacher for it",
 }
+#: How to make an engine return what is missing.
+_ENGINE_SWITCHES = dict.fromkeys(
+    ("distillation_losses", "student_mass", "teacher_mass"),
+    ", which an engine makes of the student's logits and the batch's 'teacher_logprobs' and 'teacher_ids' where the "
+    "batch says distillation_use_topk; distillation.enabled=True makes verl's trainers say so",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +49,8 @@ class MicroBatch:
     Attributes:
         data: What the engine passed.
         tokens: The response tokens.
-        log_probs: The policy's log-probabilities in the model output.
-        entropy: The policy's entropies there, or None.
+        sources: What of the model output is read, by its names there: ``log_probs``, ``entropy`` where there is one,
+            and what was asked for; further fields of the batch that stand where these do.
         totals: What was counted over the mini-batch.
         shape: Shape that a dense field must have, None in the nested layout.
         faults: What may contradict itself in it.
@@ -54,8 +61,7 @@ class MicroBatch:
 
     data: MicroBatchData
     tokens: ResponseTokens
-    log_probs: Source
-    entropy: Source | None
+    sources: Mapping[str, Source]
     totals: Totals
     shape: torch.Size | None
     faults: tuple[Fault, ...] = ()
@@ -66,12 +72,7 @@ class MicroBatch:
     @property
     def dtype(self) -> torch.dtype:
         """Type that everything is computed in: float32, or float64 where the log-probs are."""
-        return computing_dtype(self.log_probs.values.dtype)
-
-    @property
-    def sources(self) -> dict[str, Source]:
-        """The model output by its names there."""
-        return {"log_probs": self.log_probs} | ({} if self.entropy is None else {"entropy": self.entropy})
+        return computing_dtype(next(iter(self.sources.values())).values.dtype)
 
     def load(self, names: Sequence[str]) -> MicroBatch:
         """The same micro-batch with the model output and the fields of these names in :attr:`values`.
@@ -156,11 +157,7 @@ class MicroBatch:
             return self.sources[name].gather()
         value = get_value(self.data, name)
         if value is None:
-            hint = f"; {_SWITCHES[name]}" if name in _SWITCHES else ""
-            raise MissingFieldError(
-                f"the micro-batch has no {name!r}, expected aligned to the {self.tokens.size} response "
-                f"tokens{hint}; it has {', '.join(sorted(map(str, self.data.keys())))}"
-            )
+            raise _missing(name, self.data, f"expected aligned to the {self.tokens.size} response tokens")
         _check_tensor(name, value)
         if dtype_of(value).is_complex:
             raise FieldShapeError(f"{name} has dtype {dtype_of(value)}; expected real numbers")
@@ -187,49 +184,68 @@ class MicroBatch:
         return f"{list(self.shape)}{per_sequence}"
 
 
+def _missing(name: str, data: MicroBatchData, expected: str) -> MissingFieldError:
+    hint = f"; {_SWITCHES[name]}" if name in _SWITCHES else ""
+    has = ", ".join(sorted(map(str, data.keys())))
+    return MissingFieldError(f"the micro-batch has no {name!r}, {expected}{hint}; it has {has}")
+
+
 def read_micro_batch(
-    model_output: Mapping[str, Any], data: MicroBatchData, *, count_padding_rows: bool = True
+    model_output: Mapping[str, Any],
+    data: MicroBatchData,
+    *,
+    outputs: Sequence[str] = ("log_probs",),
+    beside: Sequence[str] = (),
+    count_padding_rows: bool = True,
 ) -> MicroBatch:
     """Reads an engine micro-batch in any of the three layouts.
 
     Args:
-        model_output: ``log_probs`` and, where computed, ``entropy``.
+        model_output: What ``outputs`` names and, where computed, ``entropy``.
         data: The micro-batch, ``response_mask`` and the fields that the loss needs.
+        outputs: Parts of the model output that are read, at least one.
+        beside: Fields of the batch, a number each, that stand where the model output does, not where responses do.
         count_padding_rows: Whether the synthetic rows of verl's v1 trainer count as sequences.
 
     Raises:
-        MissingFieldError: ``log_probs`` or ``response_mask`` is missing.
+        MissingFieldError: A part of the model output, one of these fields or ``response_mask`` is missing.
         FieldShapeError: They do not fit each other.
     """
     if isinstance(data, TensorDict):
         # A look into a TensorDict costs as much as ten operations, and there are a dozen.
         data = dict(data.items())
-    log_probs, entropy = model_output.get("log_probs", None), model_output.get("entropy", None)
     mask = get_value(data, "response_mask")
-    if log_probs is None:
-        raise MissingFieldError("the model output has no 'log_probs'")
+    parts = {name: model_output.get(name, None) for name in outputs}
+    for name, part in parts.items():
+        if part is None:
+            raise MissingFieldError(f"the model output has no {name!r}{_ENGINE_SWITCHES.get(name, '')}")
     if mask is None:
         raise MissingFieldError("the micro-batch has no 'response_mask'")
     _check_tensor("response_mask", mask)
-    _check_output("log_probs", log_probs)
+    first, log_probs = outputs[0], parts[outputs[0]]
+    _check_output(first, log_probs)
     tokens, shape = _read_tokens(mask, data)
     index, faults = _place(log_probs, data, tokens, shape)
     if dtype_of(mask).is_floating_point:  # Where NaN would count, being not 0.
         values = jagged_parts(mask)[0] if is_jagged(mask) else mask
         fault = Fault(values.isnan().any(), FieldShapeError("response_mask holds NaN; expected 0 and 1"))
         faults = (fault, *faults)
-    if entropy is not None:
-        _check_output("entropy", entropy)
-        found, expected = num_values(entropy), num_values(log_probs)
+    if model_output.get("entropy", None) is not None:
+        _check_output("entropy", parts.setdefault("entropy", model_output["entropy"]))
+    for name, part in parts.items():
+        found, expected = num_values(part), num_values(log_probs)
         if found != expected:
-            raise FieldShapeError(f"entropy holds {[found]} values; expected as many as log_probs, {[expected]}")
+            raise FieldShapeError(f"{name} holds {[found]} values; expected as many as {first}, {[expected]}")
+    sources = {name: Source.of(part, index) for name, part in parts.items()}
+    for name in beside:
+        sources[name], fault = _read_beside(name, data, log_probs, index)
+        faults = (*faults, *fault)
     if not count_padding_rows:
         tokens = _without_padding_rows(tokens, data)
     return MicroBatch(
         data=data,
         tokens=tokens,
-        log_probs=Source.of(log_probs, index),
-        entropy=None if entropy is None else Source.of(entropy, index),
+        sources=sources,
         totals=read_totals(data),
         shape=shape,
         faults=faults,
@@ -249,7 +265,7 @@ def read_responses(data: MicroBatchData, name: str) -> MicroBatch:
             raise MissingFieldError(f"the batch has no {key!r}")
         _check_tensor(key, value)
     tokens, shape = _read_tokens(mask, data)
-    return MicroBatch(data, tokens, Source.of(values, None), None, read_totals(data), shape)
+    return MicroBatch(data, tokens, {"log_probs": Source.of(values, None)}, read_totals(data), shape)
 
 
 def _read_tokens(mask: Any, data: MicroBatchData) -> tuple[ResponseTokens, torch.Size | None]:
@@ -282,6 +298,32 @@ def _place(
             "or a jagged tensor over prompt + response"
         )
     return None, ()
+
+
+def _read_beside(
+    name: str, data: MicroBatchData, log_probs: Any, index: Tensor | None
+) -> tuple[Source, tuple[Fault, ...]]:
+    """A field of one number a token, laid out as the model output is, with or without a last dimension of 1."""
+    value = get_value(data, name)
+    faults: tuple[Fault, ...] = ()
+    if value is None:
+        raise _missing(name, data, "expected one number for each token of prompt and response")
+    _check_tensor(name, value)
+    values, offsets = jagged_parts(value) if is_jagged(value) else (value, None)
+    count = num_values(log_probs)
+    if values.numel() != count:
+        raise FieldShapeError(
+            f"{name} has {list(values.shape)} values; expected {[count]}, one for each token of prompt and response, "
+            "as in the model output"
+        )
+    if offsets is not None and is_jagged(log_probs):
+        error = FieldShapeError(f"{name} is jagged with other sequence lengths than the model output")
+        theirs = jagged_parts(log_probs)[1]
+        if offsets.shape != theirs.shape:
+            raise error
+        faults = (Fault((offsets != theirs).any(), error),)
+    flat = values.detach().reshape(-1)
+    return Source(flat, flat, index), faults
 
 
 def _check_tensor(name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_loss.distillation import OUTPUTS, TEACHER
 from trinity_loss.errors import BatchError, MissingFieldError
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch
@@ -70,7 +71,7 @@ class Recorder:
 
     def add(self, model_output: Mapping[str, Any], data: MicroBatchData) -> None:
         """Copies what the loss of this micro-batch looks at to host memory."""
-        batch = read_micro_batch(model_output, data)
+        batch = _read(model_output, data)
         if batch.tokens.offsets is None:
             raise BatchError("a packed micro-batch cannot be recorded: its rows are not sequences")
         part = _flat_part(batch)
@@ -120,18 +121,27 @@ class Recorder:
             _write_whole(folder / "config.json", text.encode())
 
 
+def _read(model_output: Mapping[str, Any], data: MicroBatchData) -> MicroBatch:
+    """The micro-batch with all that a loss may read of the model output, and of a teacher one number a token."""
+    outputs = [name for name in ("log_probs", *OUTPUTS) if model_output.get(name, None) is not None]
+    has_teacher = get_value(data, TEACHER) is not None and not set(OUTPUTS) & set(outputs)
+    return read_micro_batch(model_output, data, outputs=outputs or ["log_probs"], beside=[TEACHER] * has_teacher)
+
+
 def _flat_part(batch: MicroBatch) -> dict[str, Any]:
     tokens, data = batch.tokens, batch.data
     assert tokens.offsets is not None
     part: dict[str, Any] = {"prompt_lengths": _prompt_lengths(batch), "response_lengths": tokens.lengths}
     # Padding of a dense field is no token of the sequence, but it does not count either.
     part["response_mask"] = tokens.mask.to(torch.int64)
-    part["log_probs"] = batch.log_probs.gather()
-    if batch.entropy is not None:
-        part["entropy"] = batch.entropy.gather()
+    sources = {name: source.gather() for name, source in batch.sources.items()}
+    # Where distillation alone trains, an engine does not return log-probs, and no loss reads them.
+    part["log_probs"] = sources.pop("log_probs", torch.zeros(tokens.size))
+    if "entropy" in sources:
+        part["entropy"] = sources.pop("entropy")
     if batch.has("loss_mask"):
         part["loss_mask"] = batch.raw("loss_mask")
-    part["token_fields"] = {name: batch.raw(name) for name in _TOKEN_FIELDS if batch.has(name)}
+    part["token_fields"] = {name: batch.raw(name) for name in _TOKEN_FIELDS if batch.has(name)} | sources
     part["uids"] = _prompt_names(Rows(tokens, data))
     # Whatever told the groups of rows, their sizes over the mini-batch are what a loss looks at.
     groups = [count for count in map(find_count, count_names()) if isinstance(count, GroupCount)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import differentiate
+from trinity_loss.distillation import OUTPUTS, TEACHER, TOP_K_OUTPUTS, distillation_loss, overlap
 from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.kl import kl_penalty, unbiased_kl
 from trinity_loss.loss_config import LossConfig
@@ -37,7 +38,7 @@ class Term:
         mode: How its tokens are aggregated.
         tokens: Which tokens it counts.
         values: [N], finite.
-        source: What it is differentiated by: ``log_probs`` or ``entropy``.
+        source: What it is differentiated by: ``log_probs``, ``entropy`` or ``distillation_losses``.
         derivative: Derivative of each value with respect to its own token [N], or one number for all, or a
             function that takes weights of the values [N] back to the tokens [N].
     """
@@ -64,7 +65,8 @@ class TokenLosses:
 
     Attributes:
         config: What the loss is.
-        modes: Aggregation mode of each term: ``pg``, ``entropy``, ``kl`` and, where there is one, ``nll``.
+        modes: Aggregation mode of each term: ``pg``, ``entropy``, ``kl`` and, where they are there, ``nll`` and
+            ``distillation``.
         may_be_nonfinite: Fields that may hold a NaN or an infinity at a token that counts.
     """
 
@@ -73,13 +75,32 @@ class TokenLosses:
         self.modes = config.aggregation_modes
         self._policy_loss = config.policy_loss
         self._policy_arguments = config.policy_arguments
-        self._over_mini_batch = config.over_mini_batch
+        teacher = config.distillation
+        #: Whether there is more than distillation, and whether it trains or only reports.
+        self._has_policy = teacher is None or teacher.needs_policy_loss
+        self._policy_trains = teacher is None or teacher.use_task_rewards
+        self._over_mini_batch = config.over_mini_batch if self._has_policy else {}
         neutral = config.nonfinite == "neutral"
         self.may_be_nonfinite = {"rollout_log_probs"} - set(self._policy_loss.fields) if neutral else set()
 
+    def outputs(self, model_output: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Names of the parts of the model output that are read, and of the fields that stand where they do."""
+        teacher, names = self.config.distillation, ["log_probs"] if self._has_policy else []
+        if teacher is None:
+            return names, []
+        if teacher.use_topk:
+            names += TOP_K_OUTPUTS
+            names += [name for name in OUTPUTS if name not in names and model_output.get(name, None) is not None]
+            return names, []
+        return (names or ["log_probs"]), [TEACHER]
+
     def fields(self, batch: MicroBatch) -> list[str]:
         """Names of the fields that are read."""
+        if not self._has_policy:
+            return []
         names = [*self._policy_loss.fields]
+        teacher = self.config.distillation
+        names += ["old_log_probs"] if teacher is not None and teacher.use_policy_gradient else []
         names += [name for name in ("rollout_is_weights",) if batch.has(name)]
         names += [name for name in self.over_mini_batch if batch.has(name)]
         names += ["ref_log_prob"] if self.config.use_kl_loss else []
@@ -110,7 +131,10 @@ class TokenLosses:
     def terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
         """The terms of a micro-batch whose fields are loaded, and their metrics."""
         config, tokens, values = self.config, batch.tokens, batch.values
-        terms = [self._policy_term(batch, metrics)]
+        terms = [] if config.distillation is None else [self._distillation_term(batch, metrics)]
+        if not self._has_policy:
+            return terms
+        terms.insert(0, self._policy_term(batch, metrics))
         if "entropy" in values:
             mode, coefficient = self.modes["entropy"], -config.entropy_coeff
             terms.append(Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0))
@@ -163,7 +187,23 @@ class TokenLosses:
         if result.kept is not None:
             tokens = tokens.reject(result.kept == 0)
         self._add_policy_metrics(tokens, batch.dtype, result, metrics)
-        return Term("actor/pg_loss", 1.0, self.modes["pg"], tokens, losses, "log_probs", derivative)
+        weight = 1.0 if self._policy_trains else 0.0
+        return Term("actor/pg_loss", weight, self.modes["pg"], tokens, losses, "log_probs", derivative)
+
+    def _distillation_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
+        teacher, tokens, values = self.config.distillation, batch.tokens, batch.values
+        assert teacher is not None
+        result = distillation_loss(teacher, tokens, values)
+        assert result.derivative is not None
+        _add_means(metrics, result.means, tokens, tokens.indicator(batch.dtype), tokens.num_tokens, VALID_TOKENS)
+        _add_extremes(metrics, result, tokens)
+        shared = overlap(values)
+        if shared is not None:
+            advantage, counted = shared
+            counted = counted * tokens.indicator(counted.dtype)
+            metrics.add_moments(advantage, counted, {"distillation/overlap_token_advantage": "mean"})
+        mode, weight = self.modes["distillation"], teacher.coefficient
+        return Term("distillation/loss", weight, mode, tokens, result.values, teacher.source, result.derivative)
 
     def _add_policy_metrics(
         self, tokens: ResponseTokens, dtype: torch.dtype, result: TokenLoss, metrics: MetricSet
@@ -174,16 +214,8 @@ class TokenLosses:
         else:
             weights, count = mode.token_weights(tokens, dtype), mode.local_count(tokens)
         total = VALID_TOKENS if mode is None else mode.total
-        for name, values in result.means.items():
-            if tokens.has_rejections:
-                # How many tokens of the mini-batch stay is known when all of it is computed.
-                metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
-            else:
-                metrics.add_ratio(name, Ratio(tokens.weighted_sum(values, weights), count), total)
-        for name, values in result.maxima.items():
-            metrics.add_extreme(name, "max", tokens.maximum(values))
-        for name, values in result.minima.items():
-            metrics.add_extreme(name, "min", tokens.minimum(values))
+        _add_means(metrics, result.means, tokens, weights, count, total)
+        _add_extremes(metrics, result, tokens)
         if result.add_metrics is not None:
             result.add_metrics(metrics)
 
@@ -196,3 +228,26 @@ class TokenLosses:
         applied = log_ratio.weights(level).clamp(max=upper)
         add_weight_metrics(metrics, log_ratio, applied, level, upper, lower, "rollout_corr/")
         add_offpolicy_metrics(metrics, log_ratio, old, rollout, "rollout_corr/")
+
+
+def _add_means(
+    metrics: MetricSet,
+    means: Mapping[str, Tensor],
+    tokens: ResponseTokens,
+    weights: Tensor,
+    count: Tensor,
+    total: str | None,
+) -> None:
+    for name, values in means.items():
+        if tokens.has_rejections:
+            # How many tokens of the mini-batch stay is known when all of it is computed.
+            metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
+        else:
+            metrics.add_ratio(name, Ratio(tokens.weighted_sum(values, weights), count), total)
+
+
+def _add_extremes(metrics: MetricSet, result: TokenLoss, tokens: ResponseTokens) -> None:
+    for name, values in result.maxima.items():
+        metrics.add_extreme(name, "max", tokens.maximum(values))
+    for name, values in result.minima.items():
+        metrics.add_extreme(name, "min", tokens.minimum(values))

@@ -7,9 +7,9 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.loss_config import LossConfig
+from trinity_loss.verl.distilling import DistillingPolicyLoss
 from trinity_loss.verl.policy_options import PolicyLossOptions, loss_config
 from trinity_loss.verl.shadow import ShadowLoss
 
@@ -24,14 +24,15 @@ def unbound(loss_fn: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 class _Engine:
-    """Stands for what an engine hands to a loss: verl's loss, spied upon, leaves its configuration here."""
+    """Stands for what an engine hands to a loss: verl's loss, spied upon, leaves its configurations here."""
 
     def __init__(self) -> None:
         self.config: Any = None
+        self.distillation: Any = None
         self.loss, self.metrics = object(), {"actor/pg_loss": object()}
 
-    def reach(self, config: Any, data: Any) -> tuple[Any, dict[str, Any]]:
-        self.config = config if data is self else None
+    def reach(self, config: Any, data: Any, distillation: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.config, self.distillation = (config, distillation) if data is self else (None, None)
         return self.loss, self.metrics
 
 
@@ -39,32 +40,51 @@ def _spy(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any
     return model_output.reach(config, data)
 
 
-def bound_configuration(loss_fn: Any) -> Any:
-    """The configuration that a callable binds verl's ``ppo_loss`` to, however it does so; None if it is another loss.
+def _distilling_spy(
+    config: Any,
+    distillation_config: Any,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+    student_logits: Any = None,
+    data_format: Any = None,
+) -> Any:
+    return model_output.reach(config, data, distillation_config)
 
-    A partial shows what it binds, a lambda, a closure or a method does not. So it is called once, with verl's function
-    replaced: one that passes everything on, and gives back what it got, is that function.
+
+def bound_configurations(loss_fn: Any) -> tuple[Any, Any]:
+    """The configurations of actor and distillation that a callable binds verl's losses to, however it does so.
+
+    The second is None for ``ppo_loss``, both for another loss.
+
+    A partial shows what it binds, a lambda, a closure or a method does not. So it is called once, with verl's functions
+    replaced: one that passes everything on, and gives back what it got, is one of these.
     """
+    from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.workers.utils.losses import ppo_loss
 
-    engine, verls = _Engine(), ppo_loss.__code__
-    # By its code: whoever imported the function holds the object itself.
-    ppo_loss.__code__ = _spy.__code__
+    engine = _Engine()
+    spies = {ppo_loss: _spy.__code__, distillation_ppo_loss: _distilling_spy.__code__}
+    verls = {function: function.__code__ for function in spies}
+    # By their code: whoever imported a function holds the object itself.
+    for function, code in spies.items():
+        function.__code__ = code
     try:
         result = loss_fn(model_output=engine, data=engine, dp_group=engine)
     except Exception:
-        return None
+        return None, None
     finally:
-        ppo_loss.__code__ = verls
+        for function, code in verls.items():
+            function.__code__ = code
     same = isinstance(result, tuple) and len(result) == 2 and result[0] is engine.loss and result[1] is engine.metrics
-    return engine.config if same and len(engine.metrics) == 1 else None
+    return (engine.config, engine.distillation) if same and len(engine.metrics) == 1 else (None, None)
 
 
 def selecting_actor(loss_fn: Any) -> Any:
     """The actor configuration with our options that a callable is bound to or carries, None if there is none."""
     function, values, named = unbound(loss_fn)
     carried = (getattr(candidate, "config", None) for candidate in (function, *values))
-    for candidate in (bound_configuration(loss_fn), *values, *named.values(), *carried):
+    for candidate in (*bound_configurations(loss_fn), *values, *named.values(), *carried):
         if isinstance(getattr(candidate, "policy_loss", None), PolicyLossOptions):
             return candidate
     return None
@@ -80,20 +100,16 @@ def engine_loss(loss_fn: Any, correction: Mapping[str, Any] | None = None) -> En
         correction: ``algorithm.rollout_correction`` of the run, if it is known.
 
     Raises:
-        ConfigError: A distillation loss is bound to our configuration.
+        ConfigError: The configurations do not make a valid loss.
     """
-    from verl.trainer.distillation.losses import distillation_ppo_loss
-
-    function = unbound(loss_fn)[0]
-    if function is distillation_ppo_loss and (said := selecting_actor(loss_fn)) is not None:
-        raise ConfigError(
-            f"actor.policy_loss is {name_of(type(said.policy_loss))}, but verl computes {name_of(function)}, which "
-            "goes around it: switch the distillation off, or take the _target_ of policy_loss away"
-        )
-    actor = bound_configuration(loss_fn)
+    actor, distillation = bound_configurations(loss_fn)
     if not isinstance(getattr(actor, "policy_loss", None), PolicyLossOptions):
         return None
-    ours = EnginePolicyLoss(loss_config(actor, correction))
+    ours: EnginePolicyLoss
+    if distillation is None:
+        ours = EnginePolicyLoss(loss_config(actor, correction))
+    else:
+        ours = DistillingPolicyLoss(loss_config(actor, correction, distillation), loss_fn)
     return ShadowLoss(loss_fn, ours) if actor.policy_loss.shadow else ours
 
 

@@ -94,8 +94,17 @@ POINTS = (
     Point(f"{_WORKERS}:TrainingWorker.train_mini_batch", "verl/worker.py", ("self", "data")),
     Point("verl.workers.utils.losses:ppo_loss", "verl/choice.py", ("config", "model_output", "data", "dp_group")),
     Point(
-        "verl.trainer.distillation.losses:distillation_ppo_loss", "verl/choice.py", ("config", "distillation_config")
+        "verl.trainer.distillation.losses:distillation_ppo_loss",
+        "verl/choice.py",
+        ("config", "distillation_config", "student_logits", "data_format"),
     ),
+    # What the engines make of the logits, and call the loss with there.
+    Point(
+        "verl.trainer.distillation.fsdp.losses:compute_forward_kl_topk",
+        "distillation.py",
+        says=('"distillation_losses":', '"student_mass":', '"teacher_mass":', '"overlap_count":'),
+    ),
+    Point(f"{_FSDP}.prepare_model_outputs", "verl/distilling.py", says=("logits_processor_func(student_logits=",)),
     Point(
         "verl.single_controller.base.decorator:register",
         "verl/worker.py",

@@ -9,10 +9,11 @@ from inspect import Parameter
 from typing import Any, Optional, cast
 
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, DistillationConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
 from trinity_loss.aggregation import find_aggregation_mode
+from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss_config import RULES, LossConfig
 from trinity_loss.registry import get_policy_loss
@@ -164,12 +165,17 @@ def _check_correction(name: str, given: Mapping[str, Any]) -> None:
         check(f"{name}.{option}", given.get(option, False), BOOLEAN)
 
 
-def loss_config(actor: ActorConfig, correction: Mapping[str, Any] | None = None) -> LossConfig:
+def loss_config(
+    actor: ActorConfig,
+    correction: Mapping[str, Any] | None = None,
+    distillation: DistillationConfig | None = None,
+) -> LossConfig:
     """What an actor configuration with our :class:`PolicyLossOptions` says of the loss.
 
     Args:
         actor: verl's actor configuration as a worker instantiates it.
         correction: ``algorithm.rollout_correction`` of the run, if it is known.
+        distillation: verl's ``distillation`` of the run, where it is on.
 
     Raises:
         ConfigError: Its values do not make a valid :class:`trinity_loss.LossConfig`.
@@ -191,6 +197,9 @@ def loss_config(actor: ActorConfig, correction: Mapping[str, Any] | None = None)
     said = {f.name: getattr(actor, f.name) for f in fields(LossConfig) if hasattr(actor, f.name)}
     ours = {f.name: getattr(policy_loss, f.name) for f in fields(LossConfig) if hasattr(policy_loss, f.name)}
     said |= {name: value for name, value in ours.items() if value is not None or name not in said}
+    if distillation is not None:
+        own = distillation.distillation_loss
+        said["distillation"] = {f.name: getattr(own, f.name) for f in fields(DistillationLossConfig)}
     return LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
 
 

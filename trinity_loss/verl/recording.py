@@ -61,8 +61,10 @@ class RunRecording:
         what = f"recording {folder}"
         recorder: Recorder | None = Recorder(self.max_bytes)
 
-        def record_and_compute(*, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        def record_and_compute(*, data: Any, model_output: Any = None, dp_group: Any = None, **of_logits: Any) -> Any:
             nonlocal recorder
+            if model_output is None:  # In an engine's logits processor, as distillation is.
+                return loss_fn(data=data, **of_logits)
             kept, recorder = recorder, None
             with only_warning(what):
                 if kept is not None:

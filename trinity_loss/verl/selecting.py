@@ -65,7 +65,9 @@ def _forward(
 ) -> MicroBatch | None:
     """The mini-batch with what the model says of it now."""
     asked = data.copy()
-    tu.assign_non_tensor(asked, compute_loss=False, calculate_entropy=entropy)
+    # Without a loss there is nothing that an engine could call with the logits.
+    no_teacher = {"distillation_use_topk": False, "distillation_only": False}
+    tu.assign_non_tensor(asked, compute_loss=False, calculate_entropy=entropy, **no_teacher)
     output = infer_batch(asked)
     if output is None:
         return None

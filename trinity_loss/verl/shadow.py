@@ -17,6 +17,8 @@ from trinity_loss.verl.diagnostic import only_warning
 
 #: What the names of its metrics begin with.
 PREFIX = "shadow/"
+#: Parts of the model output that the gradients are taken by.
+_DIFFERENTIATED = ("log_probs", "distillation_losses")
 
 
 class ShadowLoss:
@@ -41,9 +43,16 @@ class ShadowLoss:
         return f"ShadowLoss(verl's {name}, beside it {self.ours})"
 
     def __call__(
-        self, *, model_output: Mapping[str, Any], data: MicroBatchData, dp_group: Any = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """verl's loss and metrics, with ``shadow/…`` beside them."""
+        self,
+        *,
+        data: MicroBatchData,
+        model_output: Mapping[str, Any] | None = None,
+        dp_group: Any = None,
+        **of_logits: Any,
+    ) -> Any:
+        """verl's loss and metrics, with ``shadow/…`` beside them; of logits, which distillation has, verl's alone."""
+        if model_output is None:
+            return self.verl_loss(data=data, **of_logits)
         loss, metrics = self.verl_loss(model_output=model_output, data=data, dp_group=dp_group)
         if torch.is_grad_enabled():
             with only_warning("shadow mode"):
@@ -69,21 +78,18 @@ class ShadowLoss:
 def loss_gradient(
     loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]], model_output: Mapping[str, Any], data: Any, dp_group: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Gradient with respect to the log-probs, float64 [N], with loss and metrics; the live graph is not touched."""
+    """Gradient by log-probs, then by a teacher's divergence, float64, with loss and metrics; the live graph stays."""
     outputs: dict[str, Any] = {}
-    leaf = None
-    for name in ("log_probs", "entropy"):
-        value = model_output.get(name, None)
-        if value is None:
+    leaves: list[Tensor] = []
+    for name, value in model_output.items():
+        if not isinstance(value, Tensor):
             continue
-        if value.is_nested:
-            values, offsets = jagged_parts(value)
-            copy = values.detach().clone().requires_grad_(value.requires_grad or name == "log_probs")
-            outputs[name] = torch.nested.nested_tensor_from_jagged(copy, offsets=offsets)
-        else:
-            outputs[name] = copy = value.detach().clone().requires_grad_(value.requires_grad or name == "log_probs")
-        leaf = copy if name == "log_probs" else leaf
-    assert leaf is not None
+        values, offsets = jagged_parts(value) if value.is_nested else (value, None)
+        differentiated = name in _DIFFERENTIATED
+        copy = values.detach().clone().requires_grad_(differentiated or value.requires_grad)
+        outputs[name] = copy if offsets is None else torch.nested.nested_tensor_from_jagged(copy, offsets=offsets)
+        leaves += [copy] if differentiated else []
     loss, metrics = loss_fn(model_output=outputs, data=data, dp_group=dp_group)
-    (gradient,) = torch.autograd.grad(loss, leaf)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    gradient = torch.cat([part.reshape(-1) for part in found])
     return gradient.to(torch.float64), loss.detach(), metrics
