@@ -9,6 +9,7 @@ from trinity_loss.doctor import look, notes, traps
 from trinity_loss.verl.composed import TARGET, compose
 
 ACTOR = "actor_rollout_ref.actor"
+LOSS = "distillation.distillation_loss"
 OURS = f"{ACTOR}.policy_loss._target_={TARGET}"
 
 
@@ -19,8 +20,16 @@ def examine(*overrides, config_name="ppo_trainer"):
     config = compose(config_name=config_name, overrides=overrides)
     actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
     correction = OmegaConf.to_container(config.algorithm.rollout_correction)
-    seen = look(actor, {"enabled": config.distillation.enabled}, correction)
+    distillation = OmegaConf.select(config, "distillation.distillation_loss") if config.distillation.enabled else None
+    teacher = None if distillation is None else {"enabled": True, "distillation_loss": dict(distillation)}
+    seen = look(actor, teacher, correction)
     return seen, traps(config, seen)
+
+
+def test_distillation_with_our_loss():
+    seen, found = examine(OURS, "distillation.enabled=True", f"{LOSS}.loss_mode=k2")
+    assert found == []
+    assert "distillation=DistillationLossConfig(loss_mode='k2'" in seen.loss
 
 
 def test_a_sound_configuration_of_ours():
@@ -52,7 +61,10 @@ def test_verls_own_loss():
         ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=kl3"], "kl_loss_type is kl3"),
         ([f"{ACTOR}.loss_scale_factor=-3"], "loss_scale_factor is -3"),
         (["distillation.enabled=True"], "distillation_ppo_loss"),
-        ([OURS, "distillation.enabled=True"], "goes around it"),
+        (
+            [OURS, "distillation.enabled=True", f"{LOSS}.loss_mode=kl", f"{LOSS}.use_policy_gradient=False"],
+            "does not depend on the teacher",
+        ),
         ([OURS, f"{ACTOR}.policy_loss.loss_mode=misspelled"], "misspelled"),
     ],
 )

@@ -181,11 +181,20 @@ def test_a_wrong_selection_fails_when_it_is_made(override, named):
         actor(TARGET, override)
 
 
-def test_distillation_with_our_target_names_both():
+def test_distillation_with_our_target():
     from verl.trainer.distillation import distillation_ppo_loss
+    from verl.workers.config import DistillationConfig, DistillationLossConfig
 
-    with pytest.raises(ConfigError, match=r"PolicyLossConfig.*distillation_ppo_loss"):
-        engine_loss(partial(distillation_ppo_loss, config=actor(TARGET), distillation_config=None))
+    teacher = DistillationLossConfig(loss_mode="k2", use_policy_gradient=False, loss_max_clamp=3.0)
+    bound = partial(
+        distillation_ppo_loss, config=actor(TARGET), distillation_config=DistillationConfig(distillation_loss=teacher)
+    )
+    for loss_fn in (bound, lambda **inputs: bound(**inputs)):
+        loss = engine_loss(loss_fn)
+        assert isinstance(loss, EnginePolicyLoss)
+        assert loss.config.distillation is not None
+        assert (loss.config.distillation.loss_mode, loss.config.distillation.loss_max_clamp) == ("k2", 3.0)
+    assert engine_loss(partial(distillation_ppo_loss, config=actor(), distillation_config=None)) is None
 
 
 def test_shadow_mode_keeps_verls_loss():

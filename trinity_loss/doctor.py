@@ -67,7 +67,7 @@ def look(
 
     Args:
         actor: The resolved actor configuration.
-        distillation: The resolved distillation configuration.
+        distillation: What the resolved distillation configuration says of the loss; None where it is off.
         correction: The resolved ``algorithm.rollout_correction``.
     """
     loss, ours, failure = _loss(actor, distillation, correction)
@@ -122,17 +122,19 @@ def _loss(
 
     from trinity_loss.errors import ConfigError
     from trinity_loss.verl.choice import engine_loss
-    from trinity_loss.verl.composed import actor_config
+    from trinity_loss.verl.composed import actor_config, distillation_config
 
     bound: Any = ppo_loss
-    if (distillation or {}).get("enabled"):
-        from verl.trainer.distillation.losses import distillation_ppo_loss
-
-        bound = distillation_ppo_loss
     selected = "trinity_loss" in str(actor["policy_loss"].get("_target_", ""))
     try:
         made = actor_config(OmegaConf.create({"actor_rollout_ref": {"actor": actor}}))
-        ours = engine_loss(partial(bound, config=made), correction)
+        arguments = {"config": made}
+        teacher = distillation_config(OmegaConf.create({"distillation": distillation}))
+        if teacher is not None:
+            from verl.trainer.distillation.losses import distillation_ppo_loss
+
+            bound, arguments["distillation_config"] = distillation_ppo_loss, teacher
+        ours = engine_loss(partial(bound, **arguments), correction)
     except ConfigError as error:
         return "none: the worker fails", selected, str(error)
     if ours is not None:
@@ -190,7 +192,7 @@ def traps(config: DictConfig, seen: Process) -> list[str]:
     actor = config.actor_rollout_ref.actor
     found = [seen.failure] if seen.failure is not None else []
     found += _loss_traps(actor, seen.ours)
-    if config.get("distillation") is not None and config.distillation.get("enabled"):
+    if not seen.ours and config.get("distillation") is not None and config.distillation.get("enabled"):
         found.append("distillation.enabled: the actor is trained with distillation_ppo_loss, not with the actor's loss")
     found += _per_token_traps(config)
     found += option_traps(config, ours=seen.ours)
@@ -264,7 +266,10 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
 
     actor: Any = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
     # The rest of the configuration may hold what only a run fills in.
-    distillation: Any = {"enabled": bool(config.get("distillation") and config.distillation.get("enabled"))}
+    distillation: Any = None
+    if OmegaConf.select(config, "distillation.enabled"):
+        own = OmegaConf.to_container(config.distillation.distillation_loss, resolve=True)
+        distillation = {"enabled": True, "distillation_loss": own}
     correction = OmegaConf.select(config, "algorithm.rollout_correction")
     plain_correction: Any = None if correction is None else OmegaConf.to_container(correction, resolve=True)
     asked = (actor, distillation, plain_correction)

@@ -238,8 +238,8 @@ def read_micro_batch(
             raise FieldShapeError(f"{name} holds {[found]} values; expected as many as {first}, {[expected]}")
     sources = {name: Source.of(part, index) for name, part in parts.items()}
     for name in beside:
-        sources[name], fault = _read_beside(name, data, log_probs, index)
-        faults = (*faults, *fault)
+        sources[name], more = _read_beside(name, data, log_probs, index)
+        faults = (*faults, *more)
     if not count_padding_rows:
         tokens = _without_padding_rows(tokens, data)
     return MicroBatch(

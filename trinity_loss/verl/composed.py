@@ -93,6 +93,26 @@ def actor_config(config: DictConfig, policy_loss: dict[str, Any] | None = None, 
         raise ConfigError(_first_line(cause)) from error
 
 
+def distillation_config(config: DictConfig) -> Any:
+    """verl's ``distillation`` as far as a loss reads it, None where it is off; no teacher has to be there.
+
+    Raises:
+        ConfigError: verl refuses a value.
+    """
+    from hydra.errors import InstantiationException
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import DistillationConfig
+
+    if not OmegaConf.select(config, "distillation.enabled"):
+        return None
+    try:
+        own: Any = OmegaConf.to_container(config.distillation.distillation_loss)
+        loss = omega_conf_to_dataclass(OmegaConf.create(own))
+    except (InstantiationException, ValueError, NotImplementedError) as error:
+        raise ConfigError(_first_line(error.__cause__ or error)) from error
+    return DistillationConfig(distillation_loss=loss)
+
+
 def token_budgets(actor: Any) -> tuple[int, ...]:
     """Token budget of a micro-batch, where the configuration cuts by one."""
     return (actor.ppo_max_token_len_per_gpu,) if actor.use_dynamic_bsz else ()

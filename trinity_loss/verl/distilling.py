@@ -33,7 +33,7 @@ class DistillingPolicyLoss(EnginePolicyLoss):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.config, self._of_logits)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         *,
         data: MicroBatchData,
