@@ -193,10 +193,12 @@ def _name(process: psutil.Process) -> str:
     return name.partition(".")[0]  # Ray adds the method that runs just now.
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SOURCE = re.compile(r"^(\([^()]*pid=\d+[^()]*\)) ?(.*)$")
 _KILLED = re.compile(rf"^{KILLED}(.*)$", re.MULTILINE)
 _GONE = re.compile(r"Worker PID: (\d+) Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits")
+# A worker's traceback that Ray prints without the usual head.
+_FROM_A_WORKER = re.compile(r"(Unhandled error .*: ray::|ray\.exceptions\.RayTaskError\()")
 # What follows when another process fails, or is killed: Ray's errors, gloo's, and those of verl's agent loop.
 _CONSEQUENCE = re.compile(
     r"no materializable trajectories|KeyboardInterrupt|CancelledError|ActorDiedError|ActorUnavailableError|"
@@ -213,7 +215,7 @@ def find_error(log: str) -> str:
     lines_of: dict[str, list[tuple[int, str]]] = {}
     errors: list[tuple[int, str]] = []
     # A progress bar starts with a carriage return, behind which its line would lose the name of its process.
-    plain = _COLOUR.sub("", log).replace("\r", "").splitlines()
+    plain = COLOUR.sub("", log).replace("\r", "").splitlines()
     for number, line in enumerate(plain):
         if killed := _KILLED.match(line):
             errors.append((number, killed[1]))
@@ -232,7 +234,7 @@ def _tracebacks(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     block: list[str] = []
     start = 0
     for number, text in lines:
-        if text.startswith("Traceback (most recent call last)"):
+        if text.startswith("Traceback (most recent call last)") or (not block and _FROM_A_WORKER.match(text)):
             block, start = [text], number
         elif block:
             block.append(text)

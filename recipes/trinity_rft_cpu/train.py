@@ -33,7 +33,7 @@ sys.path.insert(0, str(RECIPES))
 
 import experiences  # noqa: E402
 from fork_server import MARK, launcher_command, processes_of  # noqa: E402
-from training import TrainingFailed, find_error  # noqa: E402
+from training import COLOUR, TrainingFailed, find_error  # noqa: E402
 
 PLUGINS = {"stock": ("verl_0_9",), "adapter": ("verl_0_9", "engine_scaling")}
 NORM, LOSS, PIECES = "actor/grad_norm", "actor/loss", "actor/micro_batches"
@@ -205,7 +205,8 @@ class Run:
     def _failure(self, what: str) -> str:
         # Trinity-RFT puts the head of a line of its log before every line of a traceback.
         head = r"(?m)^(\([^()]*pid=\d+[^()]*\) )?[A-Z]+ \d\d-\d\d [\d:]{8} \[[^\]]*\] "
-        error = find_error(re.sub(head, r"\1", self.log.read_text(errors="replace")))
+        # Ray's own prefix stands before it, in colours.
+        error = find_error(re.sub(head, r"\1", COLOUR.sub("", self.log.read_text(errors="replace"))))
         return f"{what}: {error.splitlines()[-1]}\n\n{error}\nThe whole log: {self.log}"
 
 

@@ -175,6 +175,13 @@ RuntimeError: Sync replay buffer selected terminal groups with no materializable
     # Another process's progress bar stands within a traceback.
     within = 'Traceback (most recent call last):\n(TaskRunnerV1 pid=2) \rProgress: 33%\n  File "c.py"\nOSError: cause\n'
     assert find_error(within).splitlines()[-1] == "OSError: cause"
+    # Ray prints a worker's traceback without the usual head where nobody asked for the result.
+    for head in (
+        "Unhandled error (suppress with 'X'): ray::W.f() (pid=3)",
+        "ray.exceptions.RayTaskError(OSError): ray::W.f()",
+    ):
+        bare = f'{head}\n  File "c.py"\nOSError: cause\n(raylet) Worker PID: 3 Worker exit type: SYSTEM_ERROR\n'
+        assert find_error(bare).splitlines()[-1] == "OSError: cause"
 
 
 def test_find_error_tells_a_killed_process_from_one_that_ray_ends():
