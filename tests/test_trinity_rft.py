@@ -407,7 +407,7 @@ def test_53_pairs_stay_together_however_verl_cuts(on_two_ranks):
     config = algorithm("dpo", "token-mean")
     assert on_two_ranks(config, PAIRS, PAIRS) == [{"force_group_size": 2}] * 2
     for options, apart in (
-        ({"use_dynamic_bsz": True, "max_token_len_per_gpu": 12}, True),
+        ({"use_dynamic_bsz": True, "max_token_len_per_gpu": 18}, True),
         ({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}, True),
     ):
         data = mini_batch(PAIRS)
@@ -415,9 +415,12 @@ def test_53_pairs_stay_together_however_verl_cuts(on_two_ranks):
         cuts = [micro["prompts"][:, 0].tolist() for micro in prepare_micro_batches(data.copy())[0]]
         assert any(prompts[::2] != prompts[1::2] for prompts in cuts) == apart
         tu.assign_non_tensor(data, force_group_size=2)
-        cuts = [micro["prompts"][:, 0].tolist() for micro in prepare_micro_batches(data)[0]]
-        assert len(cuts) > 1
-        assert all(prompts[::2] == prompts[1::2] for prompts in cuts)
+        # Megatron's virtual stages ask for a multiple of their number.
+        for stages in (None, 2):
+            micro_batches, _ = prepare_micro_batches(data.copy(), num_batches_divided_by=stages)
+            cuts = [micro["prompts"][:, 0].tolist() for micro in micro_batches]
+            assert len(cuts) > 1
+            assert all(prompts[::2] == prompts[1::2] for prompts in cuts)
 
 
 @pytest.mark.parametrize("wrong", [PAIRS[:3], [PAIRS[0], PAIRS[2], PAIRS[1], PAIRS[3]]])
