@@ -10,7 +10,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent / "tests" / "engines"), str(DOCS.parent / "tests")]
 
 from audit_runs import audit_all  # noqa: E402
-from test_audit import FSDP, MEGATRON  # noqa: E402
+from test_audit_in_engines import FSDP, MEGATRON  # noqa: E402
 
 from trinity_loss.invariance.audit_report import AuditReport, plot_audits  # noqa: E402
 
