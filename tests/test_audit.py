@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from trinity_loss import cli
 from trinity_loss.errors import ConfigError
@@ -14,7 +13,7 @@ from trinity_loss.invariance.audit_verdict import judge
 from trinity_loss.trinity_audit import Audits
 
 verl_policy_options = pytest.importorskip("trinity_loss.verl.policy_options")
-from trinity_loss.verl.gradients import Comparison, parameter_group  # noqa: E402
+from trinity_loss.verl.gradients import Comparison, joined, parameter_group  # noqa: E402
 
 
 def call(capsys, *arguments: str) -> tuple[int, str]:
@@ -23,23 +22,17 @@ def call(capsys, *arguments: str) -> tuple[int, str]:
     return ended.value.code, capsys.readouterr().out
 
 
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_comparison_is_its_definition_in_float64(group):
+def test_a_comparison_is_its_definition_in_float64():
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5000, generator=draw, dtype=torch.float64) for _ in range(2))
     a[7], b[9] = 0, 1e-30
-    comparison = Comparison(["attention", "mlp", "head"])
-    comparison.add("attention", a[:3000], b[:3000])
-    # Two ranks hold the same: each counts half.
-    for _ in range(2):
+    ranks = [Comparison(["attention", "mlp", "head"]) for _ in range(2)]
+    ranks[0].add("attention", a[:1000], b[:1000])
+    ranks[1].add("attention", a[1000:3000], b[1000:3000])
+    # Both hold the same: each counts half.
+    for comparison in ranks:
         comparison.add("mlp", a[3000:], b[3000:], weight=0.5)
-    found = comparison.over_ranks(group)
+    found = joined(ranks)
     assert sorted(found) == ["all", "attention", "mlp"]  # Nothing is said of what nobody holds.
     for name, x, y in (("attention", a[:3000], b[:3000]), ("mlp", a[3000:], b[3000:]), ("all", a, b)):
         expected = {
@@ -55,12 +48,12 @@ def test_a_comparison_is_its_definition_in_float64(group):
             assert getattr(found[name], key) == pytest.approx(float(value), rel=1e-10), (name, key)
 
 
-def test_vectors_of_zeros_and_infinities_compare(group):
+def test_vectors_of_zeros_and_infinities_compare():
     comparison = Comparison(["nothing", "appeared", "broken"])
     comparison.add("nothing", torch.zeros(3), torch.zeros(3))
     comparison.add("appeared", torch.zeros(3), torch.ones(3))
     comparison.add("broken", torch.ones(3), torch.tensor([1.0, math.nan, 1.0]))
-    found = comparison.over_ranks(group)
+    found = joined([comparison])
     assert "nothing" not in found
     assert found["appeared"].error == math.inf
     assert math.isnan(found["broken"].error)

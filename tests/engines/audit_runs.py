@@ -131,7 +131,7 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
 
         workers.make_training_worker = trinity_rft._make_training_worker
     harness.worker_config = worker_config
-    harness.read_gradients = lambda engine: {}  # Whole ones, which nobody looks at here.
+    harness.read_gradients = harness.read_layout = lambda engine: {}  # Which nobody looks at here.
     results = []
     for number, run in enumerate(runs):
         if run.trinity:
@@ -302,9 +302,18 @@ def _experts_over_ranks(config: Any) -> None:
     config.engine_config.override_transformer_config["moe_aux_loss_coeff"] = 0.0
 
 
-def _experts(config: Any) -> None:
+def _experts(config: Any, **options: Any) -> None:
     _router_loss(config)
-    config.engine_config.override_transformer_config["moe_aux_loss_coeff"] = 0.0
+    config.engine_config.override_transformer_config.update({"moe_aux_loss_coeff": 0.0} | options)
+
+
+def _lora(config: Any) -> None:
+    object.__setattr__(config.model_config, "lora_rank", 4)
+    object.__setattr__(config.model_config, "target_modules", "all-linear")
+
+
+def _fsdp1(config: Any) -> None:
+    object.__setattr__(config.engine_config, "strategy", "fsdp")
 
 
 def _offload(config: Any) -> None:
@@ -316,6 +325,73 @@ def _little_memory(worker: Any) -> None:
     from trinity_loss.verl import audit
 
     audit.psutil = type("psutil", (), {"virtual_memory": lambda: type("memory", (), {"available": 1000})})
+
+
+def _full_device(worker: Any) -> None:
+    """On one rank, what the first pass took is there once more and no oftener."""
+    from trinity_loss.verl import audit_passes
+
+    if worker.rank == 1:
+        gib = 2**30
+        numbers = {"memory_allocated": gib, "max_memory_allocated": 3 * gib, "memory_reserved": 3 * gib}
+        device = {name: lambda number=number: number for name, number in numbers.items()}
+        device["mem_get_info"] = lambda: (gib, 80 * gib)
+        audit_passes.get_torch_device = lambda: type("device", (), {n: staticmethod(f) for n, f in device.items()})
+
+
+def _one_rank_fails(path: str, when: Callable[..., bool] = lambda *args: True) -> Callable[[Any], None]:
+    """A function of the audit, by ``module`` or ``module:Class`` and its name, raises on one rank."""
+
+    def plant(worker: Any) -> None:
+        holder, _, name = path.rpartition(".")
+        module, _, owner = holder.partition(":")
+        place: Any = importlib.import_module(f"trinity_loss.verl.{module}")
+        place = getattr(place, owner) if owner else place
+        original = getattr(place, name)
+
+        def failing(*args: Any, **named: Any) -> Any:
+            if when(*args):
+                raise RuntimeError("no room at /home/me/x")
+            return original(*args, **named)
+
+        if worker.rank == 1:
+            setattr(place, name, failing)
+
+    return plant
+
+
+def _no_report(worker: Any) -> None:
+    from trinity_loss.invariance import audit_report
+
+    def explain(*args: Any) -> Any:
+        raise RuntimeError("no room at /home/me/x")
+
+    audit_report.explain = explain
+
+
+def _no_train_mode(worker: Any) -> None:
+    """On one rank the audit, and it alone, cannot have the parameters loaded."""
+    original, calls = worker.engine.train_mode, []
+
+    def train_mode(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if worker.rank == 1 and len(calls) == 2:
+            raise RuntimeError("no room at /home/me/x")
+        return original(*args, **named)
+
+    worker.engine.train_mode = train_mode
+
+
+def _fails_at_logits(worker: Any) -> None:
+    """On one rank, memory ends where logits become log-probs, in micro-batches of one row."""
+    original = worker.engine.prepare_model_outputs
+
+    def prepare_model_outputs(*, micro_batch: Any, **named: Any) -> Any:
+        if len(micro_batch) == 1 and "audit_row" in set(micro_batch.keys()) and worker.rank == 1:
+            raise RuntimeError("no room at /home/me/x")
+        return original(micro_batch=micro_batch, **named)
+
+    worker.engine.prepare_model_outputs = prepare_model_outputs
 
 
 def _fails_in_a_pass(worker: Any, rank: int | None = None) -> None:
@@ -335,7 +411,7 @@ def _fails_in_a_pass(worker: Any, rank: int | None = None) -> None:
 def _fails_on_one_rank(worker: Any) -> None:
     from trinity_loss.verl import audit
 
-    audit._SECONDS = 5
+    audit._SECONDS = 1
     _fails_in_a_pass(worker, 1)
 
 
@@ -354,7 +430,20 @@ FAULTS = {
     "experts": Fault(configure=_experts),
     "experts over ranks": Fault(configure=_experts_over_ranks),
     "offload": Fault(configure=_offload),
+    "capacity": Fault(configure=partial(_experts, moe_expert_capacity_factor=0.75)),
+    "fsdp1": Fault(configure=_fsdp1),
+    "fsdp1 lora": Fault(configure=lambda config: (_fsdp1(config), _lora(config))),
+    "lora": Fault(configure=_lora),
+    "tied": Fault(),
+    "fsdp1 tied": Fault(configure=_fsdp1),
     "little memory": Fault(plant=_little_memory),
+    "full device": Fault(plant=_full_device),
+    "no train mode": Fault(plant=_no_train_mode),
+    "no room for logits": Fault(plant=_fails_at_logits),
+    "no shares": Fault(plant=_one_rank_fails("audit.gradient_shares")),
+    "no comparison": Fault(plant=_one_rank_fails("audit.Comparison")),
+    "no report": Fault(plant=_no_report),
+    "no cut": Fault(plant=_one_rank_fails("audit_passes:Pass.cut", lambda one, *_: one.name == "half")),
     "engine error": Fault(plant=_fails_in_a_pass),
     "engine error on one rank": Fault(plant=_fails_on_one_rank),
     "unwritable": Fault(plant=_unwritable),
@@ -376,10 +465,9 @@ def run_all(job: tuple[str, list[AuditRun]]) -> list[AuditResult]:
         ):
             some = list(group)
             layers = max(2, some[0].case.pipeline * (some[0].case.virtual_pipeline or 1))
-            save_tiny_model(f"{folder}/model{layers}", layers)
-            run = partial(
-                run_rank, some, engine, f"{folder}/model{layers}", f"{folder}/store{number}", f"{folder}/{number}"
-            )
+            model = f"{folder}/model{number}"
+            save_tiny_model(model, layers, tied="tied" in some[0].fault)
+            run = partial(run_rank, some, engine, model, f"{folder}/store{number}", f"{folder}/{number}")
             results += fork_ranks(run, some[0].case.world_size)
     return results
 

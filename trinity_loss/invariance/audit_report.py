@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.invariance.audit_verdict import VERDICTS, apart, judge, noise_of, off, percent, worst_metric
+from trinity_loss.invariance.audit_verdict import VERDICTS, apart, cuts_of, judge, noise_of, off, percent, worst_metric
 from trinity_loss.invariance.check import check_invariance
 from trinity_loss.invariance.recorded import join_ranks
 from trinity_loss.tables import plain_table
@@ -61,7 +61,7 @@ class AuditReport:
     @property
     def cuts(self) -> list[dict[str, Any]]:
         """The passes that are compared with the mini-batch as configured, the repeated one among them."""
-        return [run for run in self.found["runs"][1:] if not run["against"] and "router" not in run["name"]]
+        return cuts_of(self.found)
 
     @property
     def worst(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 #: What a verdict may say, in the order of the number in ``audit/fault``.
 VERDICTS = ("faultless", "loss", "model", "engine")
+_FINER = 10  # How much smaller a deviation of log-probs is that tells of a cause where the gradient is off.
 _NOTHING = 1e-3  # A metric below it is compared with it.
 _HALVES = 0.999  # Share of a gradient's numbers that a bfloat16 holds, where it was rounded to one.
 
@@ -20,19 +21,22 @@ def judge(found: dict[str, Any]) -> tuple[str, str]:
             what draws random numbers.
     """
     tolerance, noise = found["tolerance"], noise_of(found)
-    first, *others = found["runs"]
-    cuts = [run for run in others if not run["against"] and "router" not in run["name"]]
+    first, cuts = found["runs"][0], cuts_of(found)
     repeat = next((run for run in cuts if run["name"] == "repeat"), None)
 
-    def beyond(name: str) -> list[dict[str, Any]]:
+    def beyond(name: str, tolerance: float = tolerance) -> list[dict[str, Any]]:
         limit = max(tolerance, 3 * (0.0 if repeat is None else off(repeat, name)))
         return sorted((run for run in cuts if off(run, name) > limit), key=lambda run: -off(run, name))
 
+    unread = _not_finite(first)
+    if unread is not None:
+        return unread
     if not found["replay"]["ok"]:
         return "loss", f"the loss: {found['replay']['sentence']}"
     if repeat is not None and off(repeat, "log_probs") > tolerance:
         return "model", _of_randomness(found, repeat, tolerance)
-    strange = beyond("log_probs")
+    # A gradient is more sensitive than the log-probs that it comes from.
+    strange = beyond("log_probs", tolerance / _FINER) if beyond("all") else beyond("log_probs")
     if strange:
         return "model", _of_model(found, strange[0], tolerance)
     alone = beyond("loss gradient")
@@ -48,12 +52,37 @@ def judge(found: dict[str, Any]) -> tuple[str, str]:
         return "engine", _of_engine(found, odd, halves)
     if halves > _HALVES:
         return "engine", _reduced_in_halves(halves)
+    if all(run["name"] == "repeat" for run in cuts):
+        return "faultless", (
+            "the mini-batch was computed in no other cut, so that nothing is known of model and engine; the loss tried "
+            f"by itself: {found['replay']['sentence']}"
+        )
     largest = max((off(run) for run in cuts), default=0.0)
     level = "as far as the repeated pass, which is noise" if noise and largest <= 3 * noise else "which is rounding"
     return "faultless", (
         f"loss, model and engine give the same gradient in all {len(cuts)} passes; the largest deviation is "
         f"{percent(largest)}, {level} ({found['dtype']})"
     )
+
+
+def cuts_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The passes that are compared with the mini-batch as configured, the repeated one among them; no experiments."""
+    return [run for run in found["runs"][1:] if not run["against"] and not run["name"].startswith(("no ", "same "))]
+
+
+def _not_finite(first: dict[str, Any]) -> tuple[str, str] | None:
+    """What is to be said where there are no numbers to compare."""
+    of_tokens = {name: distance["norm"] for name, distance in first["tokens"].items()}
+    if not math.isfinite(of_tokens.get("log_probs", 0.0)):
+        return "model", "the model: its log-probs are not finite, in the mini-batch as configured"
+    if not math.isfinite(of_tokens.get("loss gradient", 0.0)):
+        return "loss", "the loss: its gradient by the log-probs, which are finite, is not"
+    if not math.isfinite(first["gradient"]["all"]["norm"]):
+        return "engine", (
+            "the engine: log-probs and the loss's gradient are finite, and the parameters' gradient is not, in the "
+            "mini-batch as configured (in float16 the loss may be scaled too much: verl leaves out such a step)"
+        )
+    return None
 
 
 def _of_randomness(found: dict[str, Any], repeat: dict[str, Any], tolerance: float) -> str:
@@ -70,6 +99,12 @@ def _of_randomness(found: dict[str, Any], repeat: dict[str, Any], tolerance: flo
 
 def _of_model(found: dict[str, Any], run: dict[str, Any], tolerance: float) -> str:
     text = f"the model: its log-probs are {percent(off(run, 'log_probs'))} off at {run['name']}"
+    unbounded = next((r for r in found["runs"] if r["against"] == "no expert capacity"), None)
+    if unbounded is not None and off(unbounded, "log_probs") < off(run, "log_probs") / _FINER:
+        return (
+            f"{text}; without the capacity of experts they are not: which tokens of a sequence are dropped depends on "
+            "the others in its micro-batch"
+        )
     both = [r for r in found["runs"][1:] if {"first in a row", "behind others"} <= set(r["tokens"])]
     if any(off(r, "first in a row") <= tolerance < off(r, "behind others") for r in both):
         return (
@@ -93,8 +128,8 @@ def _of_engine(found: dict[str, Any], odd: Sequence[dict[str, Any]], halves: flo
             return (
                 f"{text}; it is {deviation['ratio']:.3g} times as long: the engine {what} the number of micro-batches"
             )
-    router = next((r for r in found["runs"] if r["against"]), None)
-    if router is not None and off(router) < max(off(run) / 10, found["tolerance"]):
+    router = next((r for r in found["runs"] if r["against"] == "no router loss"), None)
+    if router is not None and off(router) < max(off(run) / _FINER, found["tolerance"]):
         return f"{text}; without the auxiliary loss of the router it is not: that loss is averaged per micro-batch"
     if halves > _HALVES:
         return f"{text}; {_reduced_in_halves(halves).removeprefix('the engine: ')}"

@@ -2,19 +2,19 @@
 
 It takes no step of the optimizer and leaves weights, gradients, buffers and random states as it found them, so that
 the run goes on as without it. What it found is explained by :mod:`trinity_loss.invariance.audit_report`.
+
+What a rank does by itself may fail: the ranks tell each other (:mod:`trinity_loss.verl.agreement`) before any of them
+goes where it would wait for the others.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,18 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_torch_device
 from verl.utils.metric import Metric, reduce_metrics
 
-from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss import EnginePolicyLoss
-from trinity_loss.recorder import Recorder
-from trinity_loss.verl.audit_passes import Pass, plan
-from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares
+from trinity_loss.verl.agreement import Agreement, StageFailed, said
+from trinity_loss.verl.audit_passes import Pass, check_room, plan, shape_of
+from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares, joined
 from trinity_loss.verl.kept_state import as_it_was, modules_of
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
+from trinity_loss.verl.observer import Observer, Row, outputs_observed
 from trinity_loss.verl.policy_options import AUDIT_CUTS
-from trinity_loss.verl.shadow import loss_gradient
 
 #: Largest relative deviation that is taken for rounding, by the type that the model computes in.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-_SECONDS = 300  # That a rank waits for the others.
+_SECONDS = 30  # That a rank waits for the others after a pass, beside ten times the longest pass so far.
 _RECORDED_TOKENS = 2**17  # Of the mini-batch, that the loss is tried on again.
 
 
@@ -68,60 +67,6 @@ class EngineFailed(RuntimeError):
     """
 
 
-@dataclass
-class Observer:
-    """Stands in the loss's place in one pass, and keeps per row what the model gave and what the loss made of it.
-
-    Attributes:
-        loss_fn: The loss.
-        record: So many tokens are recorded, and the rest of their micro-batch.
-        recorder: Keeps what the loss looks at.
-        recorded: Tokens, so far.
-        rows: By number of the row: values per token by name, and whether the row stood first in its micro-batch.
-        micro_batches: So far.
-        error: The first that the loss raised; the engine is given a loss of zero then, so that no rank waits.
-    """
-
-    loss_fn: Callable[..., Any]
-    record: int = 0
-    recorder: Recorder = field(default_factory=lambda: Recorder(sys.maxsize))
-    recorded: int = 0
-    rows: dict[int, tuple[dict[str, Tensor], bool]] = field(default_factory=dict)
-    micro_batches: int = 0
-    error: Exception | None = None
-
-    def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        self.micro_batches += 1
-        try:
-            if self.recorded < self.record:
-                self._record(model_output, data)
-            self._keep(model_output, data, dp_group)
-            return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
-        except Exception as error:
-            self.error = self.error or error
-            return model_output["log_probs"].values().sum() * 0.0, {}
-
-    def _record(self, model_output: Any, data: Any) -> None:
-        self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
-        try:
-            self.recorder.add(model_output, data)
-        except Exception:  # Fields that nobody knows how to lay out again: then the loss is not tried by itself.
-            self.recorder, self.record = Recorder(0), 0
-
-    def _keep(self, model_output: Any, data: Any, dp_group: Any) -> None:
-        _, offsets = jagged_parts(model_output["log_probs"])
-        values = {"loss gradient": loss_gradient(self.loss_fn, model_output, data, dp_group)[0]}
-        for name in ("log_probs", "entropy"):
-            if model_output.get(name, None) is not None:
-                values[name] = jagged_parts(model_output[name])[0].detach()
-        values = {name: value.to("cpu", torch.float64) for name, value in values.items()}
-        bounds = offsets.tolist()
-        for place, row in enumerate(data["audit_row"].tolist()):
-            # The last place predicts the first token of whatever comes after the row.
-            part = slice(bounds[place], bounds[place + 1] - 1)
-            self.rows[row] = ({name: value[part] for name, value in values.items()}, place == 0)
-
-
 def audit(worker: Any, data: TensorDict, settings: AuditSettings, step: int, group_size: int = 1) -> dict[str, float]:
     """Audits a mini-batch before it is trained on; every rank of the worker must call this.
 
@@ -138,134 +83,159 @@ def audit(worker: Any, data: TensorDict, settings: AuditSettings, step: int, gro
     Raises:
         EngineFailed: Training could not go on from where the engine failed.
     """
-    group = None
+    ranks = None
     try:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
+        ranks = Agreement()
         keep = tu.get(data, "disable_auto_offload", default=False)
-        with as_it_was(worker.engine) as rewind, worker.engine.train_mode(disable_auto_offload=keep):
-            return _Audit(worker, data, settings, step, group_size, group, rewind).run()
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                one.append(_Audit(worker, data, settings, step, group_size))
+                one[0].put_back = stack.enter_context(as_it_was(worker.engine))
+                stack.enter_context(worker.engine.train_mode(disable_auto_offload=keep))
+                # What the passes leave free in pieces would be missed by training.
+                stack.callback(get_torch_device().empty_cache)
+                one[0].look()
+
+            one: list[_Audit] = []
+            ranks.each(begin)
+            return one[0].run(ranks)
     except EngineFailed:
         raise
     except Exception as error:
-        warnings.warn(f"audit of step {step} left out, training goes on: {said(error)}", stacklevel=2)
+        text = str(error) if isinstance(error, StageFailed) else said(error)
+        warnings.warn(f"audit of step {step} left out, training goes on: {text}", stacklevel=2)
         return {}
     finally:
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def said(error: BaseException) -> str:
-    """An error in one line, without the folders of this machine."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"(/[\w.\-]+)+/", "", text)[:200]
+        if ranks is not None:
+            ranks.close()
 
 
 class _Audit:
     """One audit on one rank. What decides how it goes on is the same on every rank."""
 
-    def __init__(
-        self,
-        worker: Any,
-        data: TensorDict,
-        settings: AuditSettings,
-        step: int,
-        group_size: int,
-        group: Any,
-        rewind: Callable[[], None],
-    ) -> None:
+    put_back: Callable[[bool], None]
+    ranks: Agreement
+    first: Pass
+    groups: list[str]
+
+    def __init__(self, worker: Any, data: TensorDict, settings: AuditSettings, step: int, group_size: int) -> None:
         self.worker, self.engine, self.data, self.settings = worker, worker.engine, data, settings
-        self.step, self.group_size, self.group, self.rewind = step, group_size, group, rewind
+        self.step, self.group_size = step, group_size
         self.loss_fn = getattr(worker.loss_fn, "verl_loss", worker.loss_fn)
-        self.recorder = Recorder(sys.maxsize)
-        self.shares = gradient_shares(self.engine, group)
-        self.reference: list[Tensor] = []
-        self.reference_rows: dict[int, tuple[dict[str, Tensor], bool]] = {}
-        names = sorted({share.group for share in self.shares})
-        self.groups = sorted(set(chain.from_iterable(self._gather(names))))
+        self.parts: list[dict[str, Any]] = []
+        self.reference: list[Tensor] | None = None
+        self.reference_rows: dict[int, Row] = {}
         self.runs: list[dict[str, Any]] = []
         self.left_out: list[tuple[str, str]] = []
         dtype = getattr(self.engine, "_autocast_dtype", None) or getattr(self.engine, "param_dtype", torch.float32)
         self.dtype = str(dtype).removeprefix("torch.")
         self.tolerance = TOLERANCES.get(self.dtype, 2e-2)
 
-    def run(self) -> dict[str, float]:
-        started = time.perf_counter()
-        needed = self._check_memory()
-        first, passes, self.left_out = plan(self.data, self.worker, self.settings.cuts, self._gather)
+    def look(self) -> None:
+        """Finds this rank's parts of the gradient, once the engine has its parameters where it trains."""
+        self.shares = gradient_shares(self.engine)
+        scaler = getattr(self.engine, "scaler", None)
+        self.scale = 1.0 if scaler is None else float(scaler.get_scale())
+
+    def run(self, ranks: Agreement) -> dict[str, float]:
+        self.ranks, started = ranks, time.perf_counter()
+        everyone = ranks.each(self._facts)
+        self.groups = sorted(set(chain.from_iterable(groups for groups, _, _ in everyone)))
+        needed = self._check_memory([memory for _, memory, _ in everyone])
+        shapes = [shape for _, _, shape in everyone]
+        self.first, passes, self.left_out = plan(self.data, self.worker, self.settings.cuts, shapes)
         if dist.get_rank() == 0:
             print(
                 f"trinity_loss: audit of step {self.step}: {1 + len(passes)} passes over the first mini-batch, "
                 f"{needed / 2**20:.1f} MiB of host memory on each rank",
                 flush=True,
             )
-        self.first = first
-        if not self._pass(first):
-            raise RuntimeError(f"the mini-batch as configured: {self.left_out[-1][1]}")
+        if not self._pass(self.first):
+            raise StageFailed(f"the mini-batch as configured: {self.left_out[-1][1]}")
         for one in passes:
             self._pass(one)
-        self._experiment(first)
+        self._experiment()
         return self._report(started, needed)
 
-    def _gather(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, item, group=self.group)
-        return everyone
-
-    def _check_memory(self) -> int:
-        """Bytes that the copy of this rank's gradient takes; an error where some rank's host does not have them."""
-        needed = sum(share.elements for share in self.shares) * 4
+    def _facts(self) -> tuple[list[str], tuple[int, int, int], tuple[int, int, int]]:
+        """Kinds of parameters of this rank; bytes of its gradient's copy, ranks that share its host, free bytes."""
         here = int(getattr(get_torch_device(), "device_count", lambda: 1)() or 1)
-        lacking = [(n, a) for n, a in self._gather((needed * here, psutil.virtual_memory().available)) if n > 0.8 * a]
-        if lacking:
-            raise MemoryError(f"it takes {lacking[0][0]} bytes of host memory, {lacking[0][1]} are free")
-        return needed
+        needed = sum(share.elements for share in self.shares) * 4
+        memory = (needed, here, psutil.virtual_memory().available)
+        return sorted({share.group for share in self.shares}), memory, shape_of(self.data, self.worker)
+
+    def _check_memory(self, everyone: Sequence[tuple[int, int, int]]) -> int:
+        """Bytes that the copy of the gradient takes on a rank; an error where some rank's host does not have them."""
+        for needed, here, available in everyone:
+            if needed * here > 0.8 * available:
+                raise MemoryError(f"it takes {needed * here} bytes of host memory, {available} are free")
+        return max(needed for needed, _, _ in everyone)
 
     def _pass(self, one: Pass, against: str = "") -> bool:
         """Makes a pass and compares it with the first; whether it came to an end on every rank.
 
         The first pass of all, and of an experiment that names one by ``against``, becomes what is compared with.
         """
-        if not one.fresh:
-            self.rewind()
         observer = Observer(self.loss_fn)
         if not self.runs:
             observer.record = _RECORDED_TOKENS // self.engine.get_data_parallel_size()
-        gradients, tokens = Comparison(self.groups), Comparison(_TOKENS)
-        output, error, of_engine, started = {}, None, False, time.perf_counter()
-        try:
+
+        def prepare() -> None:
+            check_room(one)
+            self.put_back(not one.fresh)
+            batch.append(one.cut(self.data, self.worker))
             self.engine.optimizer_zero_grad()
-            output = self.engine.forward_backward_batch(one.cut(self.data, self.worker), observer, forward_only=False)
-            get_torch_device().synchronize()
-            seconds = time.perf_counter() - started
-            error = observer.error
-        except Exception as raised:
-            error, of_engine, seconds = raised, True, 0.0
+
+        batch: list[TensorDict] = []
         try:
-            if error is None:
-                self._compare(observer, gradients, tokens)
-        except Exception as raised:
-            error = raised
-        try:
-            everyone = self._gather((said(error) if error else "", of_engine, observer.micro_batches))
-        except RuntimeError:
-            raise EngineFailed(
-                f"audit of step {self.step}, {one.name}: {said(error) if error else 'no answer'}"
-            ) from error
-        failed = [text for text, _, _ in everyone if text]
-        if failed:
-            self.left_out.append((one.name, failed[0]))
-            if any(engine for _, engine, _ in everyone) and one.name != _RECOVERY:
-                self._recover(failed[0])
+            self.ranks.each(prepare)
+            output, seconds = self._compute(one, batch[0], observer)
+            everyone = self.ranks.each(lambda: self._found(output, observer))
+        except StageFailed as failed:
+            self.left_out.append((one.name, str(failed)))
             return False
-        loss, metrics = self._numbers(output)
         if not self.runs:
-            self.recorder = observer.recorder
+            self.parts = observer.recorder.parts
+        loss, metrics = self._numbers(one.name, [numbers for *_, numbers in everyone if numbers is not None])
         self.runs.append(
             {"name": one.name, "against": against, "dynamic": one.dynamic, "size": one.size, "seconds": seconds,
-             "micro_batches": max(count for _, _, count in everyone), "loss": loss, "metrics": metrics,
-             "gradient": _plain(gradients.over_ranks(self.group)), "tokens": _plain(tokens.over_ranks(self.group))}
+             "micro_batches": max(count for _, _, count, _ in everyone), "loss": loss, "metrics": metrics,
+             "gradient": _plain(joined([gradients for gradients, *_ in everyone]), self.scale),
+             "tokens": _plain(joined([tokens for _, tokens, *_ in everyone]))}
         )  # fmt: skip
         return True
+
+    def _compute(self, one: Pass, batch: TensorDict, observer: Observer) -> tuple[dict[str, Any], float]:
+        """Has the engine compute the gradient; its output and the seconds, the most of any rank.
+
+        Raises:
+            StageFailed: On every rank, where the loss or the engine failed on one; the engine is as before.
+            EngineFailed: It is not, or some rank waits within it.
+        """
+        output, error, of_engine, started = {}, None, False, time.perf_counter()
+        try:
+            with outputs_observed(self.engine, observer):
+                output = self.engine.forward_backward_batch(batch, observer, forward_only=False)
+            get_torch_device().synchronize()
+            error = observer.error
+        except Exception as raised:
+            error, of_engine = raised, True
+        seconds = time.perf_counter() - started
+        try:
+            # Nobody knows how long the first one takes.
+            longest = max((run["seconds"] for run in self.runs), default=math.inf)
+            self.ranks.meet(_SECONDS + 10 * longest)
+        except RuntimeError as unanswered:
+            text = said(unanswered if error is None else error)
+            raise EngineFailed(f"audit of step {self.step}, {one.name}: {text}") from error
+        everyone = self.ranks.each(lambda: ("" if error is None else said(error), of_engine, seconds))
+        failed = [text for text, _, _ in everyone if text]
+        if failed:
+            if any(engine for _, engine, _ in everyone) and one.name != _RECOVERY:
+                self._recover(failed[0])
+            raise StageFailed(failed[0])
+        return output, max(seconds for *_, seconds in everyone)
 
     def _recover(self, text: str) -> None:
         """Passes as configured until one has the gradient of the first again: an engine may keep what it had summed."""
@@ -280,107 +250,132 @@ class _Audit:
                 self.left_out.pop()
         raise EngineFailed(f"audit of step {self.step}: {text}")
 
-    def _compare(self, observer: Observer, gradients: Comparison, tokens: Comparison) -> None:
-        """Adds this rank's sums; in the first pass the gradient is kept and compared with itself."""
+    def _found(self, output: dict[str, Any], observer: Observer) -> tuple[Comparison, Comparison, int, Any]:
+        """This rank's sums, its micro-batches, and its loss and metrics if it has any.
+
+        In the first pass the gradient is kept and compared with itself.
+        """
         now = [share.read() for share in self.shares]
-        if not self.reference:
+        if self.reference is None:
             self.reference = [
                 torch.zeros(share.elements) if part is None else part.detach().to("cpu", copy=True)
                 for share, part in zip(self.shares, now, strict=True)
             ]
             self.reference_rows = observer.rows
+        gradients, tokens = Comparison(self.groups), Comparison(_TOKENS)
         for share, kept, part in zip(self.shares, self.reference, now, strict=True):
-            gradients.add(share.group, kept, torch.zeros_like(kept) if part is None else part, share.weight)
+            part = torch.zeros_like(kept) if part is None else part
+            gradients.add(share.group, kept, part, share.weight)
         if not self.engine.is_mp_src_rank_with_outputs():  # The same rows as another rank's.
-            return
+            return gradients, tokens, observer.micro_batches, None
         for row, (values, first) in observer.rows.items():
             kept_values, kept_first = self.reference_rows[row]
             for name, value in values.items():
                 tokens.add(name, kept_values[name], value)
             place = "first in a row" if first and kept_first else "behind others"
             tokens.add(place, kept_values["log_probs"], values["log_probs"])
+        numbers = (self.engine.get_data_parallel_rank(), float(sum(map(float, output["loss"]))), output["metrics"])
+        return gradients, tokens, observer.micro_batches, numbers
 
-    def _numbers(self, output: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        """Loss and metrics as verl's log has them; those of the ranks that have any."""
-        mine: tuple[float, dict[str, float]] | None = None
-        with suppress(Exception):
-            mine = self._reduced(output)
-        return next((found for found in self._gather(mine) if found is not None), (math.nan, {}))
-
-    def _reduced(self, output: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
-        if self.engine.is_mp_src_rank_with_outputs():
-            output.pop("model_output", None)
-            timing = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
-            reduced = tu.get(self.worker._postprocess_output(output, **timing), "metrics")
+    def _numbers(self, name: str, parts: list[tuple[int, float, Mapping[str, Any]]]) -> tuple[float, dict[str, float]]:
+        """Loss and metrics as verl's log has them, of those of each data-parallel rank."""
+        parts.sort(key=lambda part: part[0])
+        numbers: dict[str, Any] = {}
+        for _, _, metrics in parts:
+            for key, value in metrics.items():
+                numbers.setdefault(key, []).append(value)
+        loss = sum(loss for _, loss, _ in parts) / len(parts)
+        try:
             if isinstance(self.loss_fn, EnginePolicyLoss):
-                reduce_over_ranks(reduced)
-            numbers = reduce_metrics({k: _flat(v) for k, v in reduced.items() if not k.startswith("perf/")})
-            return float(numbers.pop("loss")), {name: float(number) for name, number in numbers.items()}
-        return None
+                reduce_over_ranks(numbers)
+            numbers = reduce_metrics({key: _flat(value) for key, value in numbers.items()})
+            return loss, {key: float(value) for key, value in numbers.items()}
+        except Exception as error:  # The same on every rank. Its gradient can be compared all the same.
+            self.left_out.append((f"metrics of {name}", said(error)))
+            return loss, {}
 
-    def _experiment(self, first: Pass) -> None:
+    def _experiment(self) -> None:
         """Passes that are made only where the others differ, to tell why."""
         repeated = next((run for run in self.runs if run["name"] == "repeat"), None)
         if repeated is not None and _error(repeated, "log_probs") > self.tolerance:
-            self._pass(Pass("same random numbers", first.dynamic, first.size))
+            self._pass(Pass("same random numbers", self.first.dynamic, self.first.size))
             return
-        worst = max(self.runs, key=lambda run: _error(run, "all"))
+        far = max(self.runs, key=lambda run: _error(run, "log_probs"))
+        if _error(far, "log_probs") > self.tolerance / 10:
+            self._without("expert capacity", {"moe_expert_capacity_factor": None}, far)
+            return
+        far = max(self.runs, key=lambda run: _error(run, "all"))
+        if _error(far, "all") > self.tolerance:
+            self._without("router loss", {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}, far)
+
+    def _without(self, what: str, options: Mapping[str, Any], far: dict[str, Any]) -> None:
+        """The first pass and the one that is far off again, without something that Megatron's model is asked for."""
         transformer = getattr(self.engine, "tf_config", None)
-        coefficients = {n: getattr(transformer, n, None) for n in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
-        coefficients = {name: value for name, value in coefficients.items() if value and np.any(value)}
-        if _error(worst, "all") <= self.tolerance or _error(worst, "log_probs") > self.tolerance or not coefficients:
+        here = {name: getattr(transformer, name, None) for name in options}
+        asked = {name: value for name, value in here.items() if value is not None and np.any(value)}
+        if not any(self.ranks.each(lambda: bool(asked))):
             return
-        again = Pass(f"{worst['name']}, no router loss", worst["dynamic"], worst["size"], worst["name"] == "reverse")
-        try:
-            for name, value in coefficients.items():
-                setattr(transformer, name, [0.0] * len(value) if isinstance(value, Sequence) else 0.0)
-            self.reference = []
-            if self._pass(Pass("no router loss", first.dynamic, first.size)):
-                self._pass(again, against="no router loss")
-        finally:
-            for name, value in coefficients.items():
-                setattr(transformer, name, value)
+        again = Pass(f"{far['name']}, no {what}", far["dynamic"], far["size"], far["name"] == "reverse")
+        with _options(transformer, {name: _like(value, options[name]) for name, value in asked.items()}):
+            self.reference = None
+            if self._pass(Pass(f"no {what}", self.first.dynamic, self.first.size)):
+                self._pass(again, against=f"no {what}")
 
     def _report(self, started: float, needed: int) -> dict[str, float]:
         """Has rank 0 explain, print and write; the metrics on every rank."""
-        pairs = {"group_size": self.group_size}
-        mine = self.recorder.parts if self.engine.is_mp_src_rank_with_outputs() else []
-        parts = [part | pairs for part in chain.from_iterable(self._gather(mine))]
-        metrics: dict[str, float] | str | None = None
-        if dist.get_rank() == 0:
+        source, pairs = self.engine.is_mp_src_rank_with_outputs(), {"group_size": self.group_size}
+        everyone = self.ranks.each(lambda: self.parts if source else [])
+        parts = [part | pairs for part in chain.from_iterable(everyone)]
+
+        def explained() -> dict[str, float] | None:
+            if dist.get_rank():
+                return None
             from trinity_loss.invariance.audit_report import explain
 
+            found = {
+                "format": 1,
+                "step": self.step,
+                "loss": repr(self.worker.loss_fn),
+                "dtype": self.dtype,
+                "tolerance": self.tolerance,
+                "ranks": dist.get_world_size(),
+                "data_parallel": self.engine.get_data_parallel_size(),
+                "device": str(get_torch_device().get_device_name()),
+                "runs": self.runs,
+                "left_out": self.left_out,
+                "host_bytes": needed,
+                "seconds": time.perf_counter() - started,
+            }
+            report = explain(found, self.loss_fn, parts, modules_of(self.engine), self.worker.engine_config)
+            print(report, flush=True)
             try:
-                found = {
-                    "format": 1,
-                    "step": self.step,
-                    "loss": repr(self.worker.loss_fn),
-                    "dtype": self.dtype,
-                    "tolerance": self.tolerance,
-                    "ranks": dist.get_world_size(),
-                    "data_parallel": self.engine.get_data_parallel_size(),
-                    "device": str(get_torch_device().get_device_name()),
-                    "runs": self.runs,
-                    "left_out": self.left_out,
-                    "host_bytes": needed,
-                    "seconds": time.perf_counter() - started,
-                }
-                report = explain(found, self.loss_fn, parts, modules_of(self.engine), self.worker.engine_config)
-                print(report, flush=True)
-                metrics = report.metrics()
                 report.write(self.settings.folder)
-            except Exception as error:  # The others wait for what rank 0 says.
-                metrics = metrics if isinstance(error, OSError) and metrics else said(error)
-                warnings.warn(f"audit of step {self.step}: {said(error)}", stacklevel=2)
-        answer = [metrics]
-        dist.broadcast_object_list(answer, src=0, group=self.group)
-        if not isinstance(answer[0], dict):
-            raise RuntimeError(answer[0])
-        return answer[0]
+            except OSError as error:  # It is in the log.
+                warnings.warn(f"audit of step {self.step} is not written: {said(error)}", stacklevel=2)
+            return report.metrics()
+
+        metrics: dict[str, float] = self.ranks.each(explained)[0]
+        return metrics
 
 
 _RECOVERY = "as configured, after an error"
 _TOKENS = ("log_probs", "entropy", "loss gradient", "first in a row", "behind others")
+
+
+@contextmanager
+def _options(target: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(target, name) for name in options}
+    try:
+        for name, value in options.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def _like(value: Any, other: Any) -> Any:
+    return [other] * len(value) if isinstance(value, Sequence) else other
 
 
 def _flat(value: Any) -> Any:
@@ -390,8 +385,9 @@ def _flat(value: Any) -> Any:
     return [Metric.aggregate_dp(value)] if isinstance(value[0], Metric) else list(chain.from_iterable(value))
 
 
-def _plain(deviations: dict[str, Distance]) -> dict[str, dict[str, float]]:
-    return {name: asdict(deviation) for name, deviation in deviations.items()}
+def _plain(distances: dict[str, Distance], scale: float = 1.0) -> dict[str, dict[str, float]]:
+    """As plain data, of vectors that are ``scale`` times too long."""
+    return {name: asdict(found) | {"norm": found.norm / scale} for name, found in distances.items()}
 
 
 def _error(run: dict[str, Any], name: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_torch_device
 
 _SINGLE_ROWS = 16  # One row at a time only up to so many rows per rank.
-#: From an item of this rank to those of all ranks.
-Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class Pass:
         size: Of a micro-batch.
         reverse: Whether the rows come in reverse order.
         fresh: Whether random numbers go on instead of starting where those of the first pass did.
+        growth: How much larger its micro-batches are than as configured, at most.
     """
 
     name: str
@@ -33,6 +32,7 @@ class Pass:
     size: int
     reverse: bool = False
     fresh: bool = False
+    growth: float = 1.0
 
     def cut(self, data: TensorDict, worker: Any) -> TensorDict:
         """A copy of the rows, numbered, with the settings of the pass and those that verl's worker would attach."""
@@ -56,8 +56,17 @@ def rows_together(data: TensorDict) -> int:
     return int(tu.get(data, "force_group_size", default=1))
 
 
+def shape_of(data: TensorDict, worker: Any) -> tuple[int, int, int]:
+    """Of this rank's rows: how many (or groups of them, where no cut may part these), tokens of the longest, of all."""
+    config = worker.engine_config
+    # Ranks that share a sequence have a budget together.
+    shared = getattr(config, "ulysses_sequence_parallel_size", 1) * getattr(config, "context_parallel_size", 1)
+    lengths = data["input_ids"].offsets().diff()
+    return len(data) // rows_together(data), -(-int(lengths.max()) // shared), -(-int(lengths.sum()) // shared)
+
+
 def plan(
-    data: TensorDict, worker: Any, names: Sequence[str], gather: Gather
+    data: TensorDict, worker: Any, names: Sequence[str], shapes: Sequence[tuple[int, int, int]]
 ) -> tuple[Pass, list[Pass], list[tuple[str, str]]]:
     """The mini-batch as configured, the other passes, and those that cannot be made, each with the reason.
 
@@ -65,34 +74,29 @@ def plan(
         data: This rank's rows.
         worker: The training worker.
         names: Of :data:`trinity_loss.verl.policy_options.AUDIT_CUTS`.
-        gather: Called as often on every rank.
+        shapes: :func:`shape_of` each rank.
     """
     config = worker.engine_config
-    # Ranks that share a sequence have a budget together.
-    shared = getattr(config, "ulysses_sequence_parallel_size", 1) * getattr(config, "context_parallel_size", 1)
-    lengths = data["input_ids"].offsets().diff()
-    mine = (len(data) // rows_together(data), int(lengths.max()), int(lengths.sum()))
-    rows, longest, tokens = (max(column) for column in zip(*gather(mine), strict=True))
-    longest, tokens = -(-longest // shared), -(-tokens // shared)
+    fewest, rows = min(shape[0] for shape in shapes), max(shape[0] for shape in shapes)
+    longest, tokens = max(shape[1] for shape in shapes), max(shape[2] for shape in shapes)
     dynamic = tu.get(data, "use_dynamic_bsz", default=config.use_dynamic_bsz)
     key = "max_token_len_per_gpu" if dynamic else "micro_batch_size_per_gpu"
     size = tu.get(data, key, default=getattr(config, key))
     whole = tokens if dynamic else rows
     used = min(size, whole)
-    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
+    divisors = [number for number in range(1, fewest + 1) if not any(shape[0] % number for shape in shapes)]
     smaller = max(used // 2, longest) if dynamic else max((d for d in divisors if d <= used // 2), default=used)
-    larger = 2 * size if dynamic else min((d for d in divisors if d >= 2 * used), default=rows)
+    larger = 2 * size if dynamic else min((d for d in divisors if d >= 2 * used), default=max(divisors))
     passes = {
         "repeat": Pass("repeat", dynamic, size, fresh=True),
         "half": Pass("half", dynamic, smaller),
-        "twice": Pass("twice", dynamic, larger),
+        "twice": Pass("twice", dynamic, larger, growth=min(larger, whole) / used),
         "reverse": Pass("reverse", dynamic, size, reverse=True),
         "single": Pass("single", False, 1),
     }
     impossible = {
         "half": smaller >= used and "no smaller micro-batch holds the longest row",
-        "twice": (used == whole and "it is one micro-batch already")
-        or (any(gather(_has_no_room())) and "some rank has no room for it on its device"),
+        "twice": (used == whole or larger <= used) and "it is one micro-batch already",
         "reverse": rows == 1 and "there is one row",
         "single": (rows > _SINGLE_ROWS and f"{rows} rows per rank are more than {_SINGLE_ROWS}")
         or (not dynamic and used == 1 and "every micro-batch is one row already"),
@@ -101,9 +105,17 @@ def plan(
     return Pass("as configured", dynamic, size), [passes[n] for n in names if not impossible.get(n)], left_out
 
 
-def _has_no_room() -> bool:
-    """Whether the most that a pass of this run took of the device's memory, taken twice, does not fit."""
+def check_room(one: Pass) -> None:
+    """Whether this rank's device has room for a pass with more rows at once than any before.
+
+    Raises:
+        MemoryError: The most that was in use beside what stays, taken as often as there are more rows, does not fit.
+    """
+    if one.growth <= 1:
+        return
     device = get_torch_device()
     free, total = device.mem_get_info()
     held, highest = device.memory_allocated(), device.max_memory_allocated()
-    return held + 2 * (highest - held) > 0.9 * min(total, free + device.memory_reserved())
+    needed, there = held + one.growth * (highest - held), 0.9 * min(total, free + device.memory_reserved())
+    if needed > there:
+        raise MemoryError(f"it takes {needed / 2**30:.1f} GiB of a device that has {there / 2**30:.1f} for it")

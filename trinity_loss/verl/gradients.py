@@ -59,12 +59,11 @@ class ParameterShare:
         return parameter_group(self.name)
 
 
-def gradient_shares(engine: Any, group: Any) -> list[ParameterShare]:
+def gradient_shares(engine: Any) -> list[ParameterShare]:
     """The parts of the gradient that this rank holds, of FSDP2, FSDP1, Megatron, or parameters that are whole.
 
     Args:
         engine: A training engine of verl.
-        group: All ranks, on the host; every rank must call this.
     """
     if isinstance(engine.module, list):
         return [share for chunk in engine.module for share in _of_megatron(chunk)]
@@ -72,13 +71,18 @@ def gradient_shares(engine: Any, group: Any) -> list[ParameterShare]:
     if flat:
         return [share for name, module in flat for share in _of_flat_parameter(name, module)]
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-    held = torch.tensor([_local(p).numel() for _, p in named], dtype=torch.float64)
-    everywhere = held.clone()
-    torch.distributed.all_reduce(everywhere, group=group)
+    world = torch.distributed.get_world_size()
     return [
-        ParameterShare(name, int(mine), p.numel() / float(total), partial(_local_gradient, p))
-        for (name, p), mine, total in zip(named, held.tolist(), everywhere, strict=True)
+        ParameterShare(name, _local(p).numel(), _pieces(p) / world, partial(_local_gradient, p)) for name, p in named
     ]
+
+
+def _pieces(parameter: Any) -> int:
+    """Among how many ranks one copy of a parameter is split."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return 1
+    return math.prod(mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
 
 
 def _local_gradient(parameter: Tensor) -> Tensor | None:
@@ -155,7 +159,7 @@ class Distance:
 
 @dataclass
 class Comparison:
-    """Sums over pairs of vectors, by name, that ranks add up.
+    """Sums over pairs of vectors, by name, that add up over ranks.
 
     Attributes:
         names: Of the pairs, the same on every rank.
@@ -191,15 +195,20 @@ class Comparison:
             largest = torch.stack([d.abs().max(), a.abs().max()]).cpu()
             self.maxima[row] = torch.maximum(self.maxima[row], largest)
 
-    def over_ranks(self, group: Any) -> dict[str, Distance]:
-        """The deviation of each pair, and of ``all`` of them together, over all ranks; every rank must call this."""
-        torch.distributed.all_reduce(self.sums, group=group)
-        torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX, group=group)
-        found = {n: _deviation(s, m) for n, s, m in zip(self.names, self.sums, self.maxima, strict=True) if s[:2].any()}
-        return found | {"all": _deviation(self.sums.sum(0), self.maxima.amax(0))}
+
+def joined(parts: Sequence[Comparison]) -> dict[str, Distance]:
+    """How far each pair is apart, and ``all`` of them together, over the parts of all ranks.
+
+    Args:
+        parts: With the same names.
+    """
+    sums = torch.stack([part.sums for part in parts]).sum(0)
+    maxima = torch.stack([part.maxima for part in parts]).amax(0)
+    found = {n: _distance(s, m) for n, s, m in zip(parts[0].names, sums, maxima, strict=True) if s[:2].any()}
+    return found | {"all": _distance(sums.sum(0), maxima.amax(0))}
 
 
-def _deviation(sums: Tensor, maxima: Tensor) -> Distance:
+def _distance(sums: Tensor, maxima: Tensor) -> Distance:
     s = dict(zip(_SUMS, sums.tolist(), strict=True))
     norm, other = math.sqrt(s["reference"]), math.sqrt(s["other"])
     apart, highest = maxima.tolist()

@@ -20,11 +20,12 @@ def modules_of(engine: Any) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def as_it_was(engine: Any) -> Iterator[Callable[[], None]]:
+def as_it_was(engine: Any) -> Iterator[Callable[[bool], None]]:
     """Afterwards buffers (as the bias of experts), random states and what Megatron logs of routers are as before.
 
     Yields:
-        What puts back the random states.
+        What puts them back in between, given whether the random states are among them: a pass that moves the bias of
+        experts is no other pass's beginning.
     """
     parts = [part for module in modules_of(engine) for part in module.modules()]
     # By their place: an engine that offloads its model replaces them.
@@ -32,16 +33,21 @@ def as_it_was(engine: Any) -> Iterator[Callable[[], None]]:
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     tracker = moe.get_moe_layer_wise_logging_tracker() if moe else {}
     logged = copy.deepcopy(tracker)
-    rewind = random_states()
-    try:
-        yield rewind
-    finally:
-        rewind()
+    random_again = random_states()
+
+    def put_back(random_states_too: bool) -> None:
+        if random_states_too:
+            random_again()
         with torch.no_grad():
             for part, name, content in buffers:
                 part._buffers[name].copy_(content)  # type: ignore[union-attr]
         tracker.clear()
-        tracker.update(logged)
+        tracker.update(copy.deepcopy(logged))
+
+    try:
+        yield put_back
+    finally:
+        put_back(True)
 
 
 def random_states() -> Callable[[], None]:
@@ -59,7 +65,7 @@ def random_states() -> Callable[[], None]:
     held = tracker.get_states() if tracker else {}
     states = {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in held.items()}
 
-    def rewind() -> None:
+    def again() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(host)
@@ -70,4 +76,4 @@ def random_states() -> Callable[[], None]:
         if tracker and not any(isinstance(s, torch.Generator) for s in held.values()):
             tracker.set_states({name: state.clone() for name, state in states.items()})
 
-    return rewind
+    return again

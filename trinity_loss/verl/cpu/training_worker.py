@@ -7,6 +7,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 ENGINES = {
+    "fsdp": "trinity_loss.verl.cpu.fsdp_engine",
     "fsdp2": "trinity_loss.verl.cpu.fsdp_engine",
     "megatron": "trinity_loss.verl.cpu.megatron_engine",
 }

@@ -7,13 +7,14 @@ from pathlib import Path
 VOCABULARY = 64
 
 
-def save_tiny_model(path: Path | str, layers: int = 2, seed: int = 0) -> None:
+def save_tiny_model(path: Path | str, layers: int = 2, seed: int = 0, tied: bool = False) -> None:
     """Save a randomly initialised Qwen2 with a word-level tokenizer, loadable by transformers and mbridge.
 
     Args:
         path: The folder to write.
         layers: Transformer layers, at least as many as there are pipeline stages and chunks together.
         seed: Of the weights, which are float32.
+        tied: Whether the head is the embedding.
     """
     import torch
     from tokenizers import Tokenizer
@@ -31,7 +32,7 @@ def save_tiny_model(path: Path | str, layers: int = 2, seed: int = 0) -> None:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=1,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

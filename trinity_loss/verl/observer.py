@@ -1,0 +1,113 @@
+"""What the model gave and what the loss made of it in one pass of an audit, row by row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_loss.jagged import jagged_parts, stored_values
+from trinity_loss.recorder import Recorder
+from trinity_loss.verl.shadow import loss_gradient
+
+#: Of one row: values per token by name, and whether the row stood first in its micro-batch.
+Row = tuple[dict[str, Tensor], bool]
+
+
+@dataclass
+class Observer:
+    """Stands in the loss's place in one pass, and keeps per row what the model gave and what the loss made of it.
+
+    Attributes:
+        loss_fn: The loss.
+        record: So many tokens are recorded, and the rest of their micro-batch.
+        recorder: Keeps what the loss looks at.
+        recorded: Tokens, so far.
+        rows: By number of the row.
+        micro_batches: So far.
+        error: The first that was raised behind the model; the engine is given a loss of zero then, so that this rank
+            goes through the same collectives as the others.
+    """
+
+    loss_fn: Callable[..., Any]
+    record: int = 0
+    recorder: Recorder = field(default_factory=lambda: Recorder(sys.maxsize))
+    recorded: int = 0
+    rows: dict[int, Row] = field(default_factory=dict)
+    micro_batches: int = 0
+    error: Exception | None = None
+
+    def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        self.micro_batches += 1
+        try:
+            if self.error is None:
+                if self.recorded < self.record:
+                    self._record(model_output, data)
+                self._keep(model_output, data, dp_group)
+                return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        except Exception as error:
+            self.error = error
+        log_probs = model_output["log_probs"]
+        return (stored_values(log_probs) if log_probs.is_nested else log_probs).sum() * 0.0, {}
+
+    def _record(self, model_output: Any, data: Any) -> None:
+        self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
+        try:
+            self.recorder.add(model_output, data)
+        except Exception:  # Fields that nobody knows how to lay out again: then the loss is not tried by itself.
+            self.recorder, self.record = Recorder(0), 0
+
+    def _keep(self, model_output: Any, data: Any, dp_group: Any) -> None:
+        _, offsets = jagged_parts(model_output["log_probs"])
+        values = {"loss gradient": loss_gradient(self.loss_fn, model_output, data, dp_group)[0]}
+        for name in ("log_probs", "entropy"):
+            if model_output.get(name, None) is not None:
+                values[name] = jagged_parts(model_output[name])[0].detach()
+        values = {name: value.to("cpu", torch.float64) for name, value in values.items()}
+        bounds = offsets.tolist()
+        for place, row in enumerate(data["audit_row"].tolist()):
+            # The last place predicts the first token of whatever comes after the row.
+            part = slice(bounds[place], bounds[place + 1] - 1)
+            self.rows[row] = ({name: value[part] for name, value in values.items()}, place == 0)
+
+
+@contextmanager
+def outputs_observed(engine: Any, observer: Observer) -> Iterator[None]:
+    """Within, what fails in FSDP between the model and the loss fails the pass, and not the collectives of backward.
+
+    There the logits become log-probs and entropies, which is where memory ends first. Where ranks share a sequence
+    (Ulysses), and in Megatron, ranks wait for each other there, so that nothing can be done.
+    """
+    if engine.engine_config.strategy not in ("fsdp", "fsdp2") or engine.ulysses_sequence_parallel_size > 1:
+        yield
+        return
+    original, own = engine.prepare_model_outputs, "prepare_model_outputs" in vars(engine)
+
+    def prepare_model_outputs(*, output: Any, micro_batch: Any, **named: Any) -> Any:
+        try:
+            return original(output=output, micro_batch=micro_batch, **named)
+        except Exception as error:
+            observer.error = observer.error or error
+        return _zeros(output, micro_batch)  # The memory of what failed is free by now.
+
+    engine.prepare_model_outputs = prepare_model_outputs
+    try:
+        yield
+    finally:
+        if own:
+            engine.prepare_model_outputs = original
+        else:
+            del engine.prepare_model_outputs
+
+
+def _zeros(output: Any, micro_batch: Any) -> dict[str, Tensor]:
+    """Log-probs and entropies of zero that hang on all that the model gave."""
+    given = [value for value in (output.get("logits"), output.get("log_probs")) if isinstance(value, Tensor)]
+    offsets = micro_batch["input_ids"].offsets()
+    nothing = given[0].new_zeros(int(offsets[-1])) + given[0].flatten()[0] * 0.0
+    return {n: torch.nested.nested_tensor_from_jagged(nothing, offsets=offsets) for n in ("log_probs", "entropy")}
