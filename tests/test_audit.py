@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trinity_loss.invariance.audit_verdict import judge
 from trinity_loss.trinity_audit import Audits
 
 verl_policy_options = pytest.importorskip("trinity_loss.verl.policy_options")
+from trinity_loss.verl.audit_settings import AuditSettings  # noqa: E402
 from trinity_loss.verl.gradients import Comparison, joined, parameter_group  # noqa: E402
 
 
@@ -85,7 +87,13 @@ def test_parameters_have_a_kind(name, group_name):
 CLEAN = {"norm": 1.0, "ratio": 1.0, "cosine": 1.0, "error": 1e-7, "mean": 1e-7, "largest": 1e-7, "halves": 0.001}
 
 
-def a_pass(name: str, micro_batches: int = 2, gradient: dict | None = None, **tokens: float) -> dict:
+def a_pass(
+    name: str,
+    micro_batches: int = 2,
+    gradient: dict | None = None,
+    of_tokens: dict | None = None,
+    **tokens: float,
+) -> dict:
     values = {"log_probs": 1e-8, "loss gradient": 1e-8} | {key.replace("_", " "): v for key, v in tokens.items()}
     values["log_probs"] = values.pop("log probs", values["log_probs"])
     return {
@@ -98,11 +106,13 @@ def a_pass(name: str, micro_batches: int = 2, gradient: dict | None = None, **to
         "loss": 0.25,
         "metrics": {"actor/ppo_kl": 0.1},
         "gradient": {"all": CLEAN | (gradient or {}), "mlp": CLEAN, "head": CLEAN},
-        "tokens": {key: CLEAN | {"error": value} for key, value in values.items()},
+        "tokens": {
+            key: CLEAN | {"error": value, "norm": (of_tokens or {}).get(key, 1.0)} for key, value in values.items()
+        },
     }
 
 
-def findings(*passes: dict, dtype: str = "float32", **other: object) -> dict:
+def findings(*passes: dict, dtype: str = "float32", first: dict | None = None, **other: object) -> dict:
     found = {
         "format": 1,
         "step": 1,
@@ -114,7 +124,7 @@ def findings(*passes: dict, dtype: str = "float32", **other: object) -> dict:
         "device": "CPU",
         "layout": {"strategy": "fsdp2"},
         "versions": {"verl": "0.9.1"},
-        "runs": [a_pass("as configured"), *passes],
+        "runs": [first or a_pass("as configured"), *passes],
         "left_out": [["single", "64 rows per rank are more than 16"]],
         "host_bytes": 2**20,
         "seconds": 3.0,
@@ -156,6 +166,21 @@ SAME = a_pass("repeat", gradient={"error": 0.0})
         (findings(SAME, a_pass("half", gradient={"halves": 1.0}), dtype="bfloat16"), "faultless", "(bfloat16)"),
         (findings(SAME, a_pass("half", gradient={"error": 0.01}), dtype="bfloat16"), "faultless", "(bfloat16)"),
         (findings(SAME, a_pass("half", gradient={"error": math.nan})), "engine", "not finite"),
+        (findings(SAME, a_pass("half", gradient=FAR, log_probs=5e-5)), "model", "its log-probs are 5e-05 off at half"),
+        (findings(SAME, a_pass("half", log_probs=5e-5)), "faultless", "which is rounding"),
+        (findings(SAME, a_pass("half", gradient=FAR, log_probs=5e-5), a_pass("no expert capacity"),
+                  a_pass("half, no expert capacity") | {"against": "no expert capacity"}),
+         "model", "without the capacity of experts they are not"),
+        (findings(SAME, a_pass("half", gradient=FAR, log_probs=5e-5), a_pass("no expert capacity"),
+                  a_pass("half, no expert capacity", log_probs=5e-5) | {"against": "no expert capacity"}),
+         "model", "or on rounding"),
+        (findings(SAME), "faultless", "nothing is known of model and engine; the loss tried by itself: all is well"),
+        (findings(SAME, first=a_pass("as configured", of_tokens={"log_probs": math.nan})),
+         "model", "its log-probs are not finite"),
+        (findings(SAME, first=a_pass("as configured", of_tokens={"loss gradient": math.inf})),
+         "loss", "its gradient by the log-probs, which are finite, is not"),
+        (findings(SAME, first=a_pass("as configured", gradient={"norm": math.inf})),
+         "engine", "the parameters' gradient is not"),
         (findings(SAME, a_pass("half", gradient=FAR)), "engine", "most in the"),
     ],
 )  # fmt: skip
@@ -220,16 +245,56 @@ def test_dropout_is_found_where_it_hides():
     [
         ("audit_steps", [0], "a training step, 1 or more"),
         ("audit_steps", "1,2", "expected a list"),
+        ("audit_steps", 1, "expected a list, each entry a training step"),
+        ("audit_steps", [1.5], "a training step, 1 or more"),
         ("audit_steps", [1], "audit_dir is not set"),
         ("audit_cuts", ["halve"], "one of repeat, half, twice, reverse, single"),
         ("audit_cuts", "half", "expected a list"),
+        ("audit_cuts", [], "expected some of repeat, half"),
         ("audit_dir", 3, "a folder"),
+        ("audit_dir", "", "a folder"),
     ],
 )
 def test_a_wrong_configuration_is_refused(field, value, words):
+    needed = {"audit_steps": [1], "audit_dir": "x"} if value == [] else {}
     with pytest.raises(ConfigError, match=words) as error:
-        verl_policy_options.PolicyLossOptions(**{field: value})
+        verl_policy_options.PolicyLossOptions(**{**needed, field: value})
     assert f"policy_loss.{field}" in str(error.value)
+
+
+def test_what_a_run_will_not_audit_is_said(tmp_path):
+    settings = AuditSettings(frozenset([1, 5, 60, 61]), tmp_path / "a" / "b")
+    assert settings.notices(5, 60) == [
+        "audit_steps [1] have gone by: the run begins with step 5",
+        "audit_steps [61] will not come: the run ends with step 60",
+    ]
+    assert settings.folder.is_dir()
+    assert settings.notices(1, -1) == []
+    (tmp_path / "file").touch()
+    (notice,) = AuditSettings(frozenset([1]), tmp_path / "file" / "reports").notices(1, 60)
+    assert notice.endswith("file/reports cannot be written: the log alone will have the reports")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["audit_steps=[1,100]"], "audits steps [1, 100], of which [100] will not come (trainer.total_training_steps"),
+        (
+            ["audit_steps=[1]", "audit_cuts=[half]"],
+            "2 times (as configured, with 128 tokens; half), so about 2 updates",
+        ),
+        (["audit_steps=1"], "none: policy_loss.audit_steps is 1; expected a list"),
+        ([], "none; +actor_rollout_ref.actor.policy_loss.audit_steps=[1,100]"),
+    ],
+)
+def test_a_forecast_says_what_an_audit_would_do(overrides, words):
+    from trinity_loss.audit_forecast import forecast
+    from trinity_loss.verl.composed import compose
+
+    path = "+actor_rollout_ref.actor.policy_loss"
+    asked = [f"{path}.{text}" for text in [*overrides, "audit_dir=/tmp/x"]]
+    folder = Path(__file__).parent.parent / "recipes"
+    assert words in forecast(compose(str(folder), "cpu_grpo", ["trainer.total_training_steps=60", *asked]))
 
 
 @pytest.mark.parametrize(

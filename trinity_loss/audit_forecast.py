@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
+from trinity_loss.errors import ConfigError
+from trinity_loss.verl.policy_options import PolicyLossOptions
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -17,15 +22,22 @@ def forecast(config: DictConfig) -> str:
         config: The configuration, whether it has an audit or not.
     """
     actor: Any = config.actor_rollout_ref.actor
-    chosen = actor.policy_loss.get("audit_cuts")
-    cuts = ["repeat", "half", "twice", "reverse", "single"] if chosen is None else list(chosen)
+    asked = OmegaConf.to_container(actor.policy_loss, resolve=True)
+    assert isinstance(asked, dict)
+    try:
+        options = PolicyLossOptions(**{str(key): v for key, v in asked.items() if str(key).startswith("audit_")})
+    except ConfigError as error:
+        return f"none: {error}"
+    cuts, steps = options.audit_cuts, options.audit_steps
     size = (
         f"{actor.ppo_max_token_len_per_gpu} tokens"
         if actor.use_dynamic_bsz
         else f"{actor.ppo_micro_batch_size_per_gpu} rows"
     )
-    steps = actor.policy_loss.get("audit_steps")
-    when = f"audits steps {list(steps)}" if steps else f"none; {_SWITCH} audits these steps"
+    when = f"audits steps {steps}" if steps else f"none; {_SWITCH} audits these steps"
+    last = config.trainer.get("total_training_steps")
+    if beyond := [step for step in steps if last and step > last]:
+        when += f", of which {beyond} will not come (trainer.total_training_steps is {last})"
     times = 1 + len(cuts)
     return (
         f"{when}: the gradient of the first mini-batch, {times} times (as configured, with {size}; {', '.join(cuts)}), "

@@ -44,6 +44,7 @@ class Audits:
         self.mini_batch += 1
         if self.step not in self.steps or self.mini_batch > 1:
             return {}
-        from trinity_loss.verl.audit import AuditSettings, audit
+        from trinity_loss.verl.audit import audit
+        from trinity_loss.verl.audit_settings import AuditSettings
 
         return audit(worker, data, AuditSettings(self.steps, Path(self.folder)), self.step, group_size)

@@ -102,7 +102,7 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
-    from trinity_loss.verl.audit import AuditSettings
+    from trinity_loss.verl.audit_settings import AuditSettings
     from trinity_loss.verl.harness.rank import cut
 
     global trinity_audit, trinity_rft

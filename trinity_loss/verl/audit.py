@@ -14,9 +14,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,31 +31,16 @@ from verl.utils.metric import Metric, reduce_metrics
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.verl.agreement import Agreement, StageFailed, said
 from trinity_loss.verl.audit_passes import Pass, check_room, plan, shape_of
+from trinity_loss.verl.audit_settings import AuditSettings
 from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares, joined
 from trinity_loss.verl.kept_state import as_it_was, modules_of
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
 from trinity_loss.verl.observer import Observer, Row, outputs_observed
-from trinity_loss.verl.policy_options import AUDIT_CUTS
 
 #: Largest relative deviation that is taken for rounding, by the type that the model computes in.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 _SECONDS = 30  # That a rank waits for the others after a pass, beside ten times the longest pass so far.
 _RECORDED_TOKENS = 2**17  # Of the mini-batch, that the loss is tried on again.
-
-
-@dataclass(frozen=True)
-class AuditSettings:
-    """What the configuration says of the audit.
-
-    Attributes:
-        steps: Training steps, as verl logs them.
-        folder: Where the reports go.
-        cuts: Of :data:`AUDIT_CUTS`.
-    """
-
-    steps: frozenset[int]
-    folder: Path
-    cuts: tuple[str, ...] = AUDIT_CUTS
 
 
 class EngineFailed(RuntimeError):

@@ -138,6 +138,9 @@ class PolicyLossOptions(VerlPolicyLossConfig):
             steps = getattr(self, f"{what}_steps")
             if steps and not getattr(self, f"{what}_dir"):
                 raise ConfigError(f"policy_loss.{what}_steps is {list(steps)}, but {what}_dir is not set")
+        if self.audit_steps and not self.audit_cuts:
+            cuts = ", ".join(AUDIT_CUTS)
+            raise ConfigError(f"policy_loss.audit_cuts is [], but audit_steps is not; expected some of {cuts}")
         # Hydra hands over a plain mapping where no _target_ makes it more; verl's fields are frozen.
         object.__setattr__(self, "rollout_correction", _as_correction(self.rollout_correction))
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.loss_config import LossConfig
+from trinity_loss.verl.audit_settings import AuditSettings
 from trinity_loss.verl.choice import config_of, engine_loss, name_of, selecting_actor
 from trinity_loss.verl.compat import check_version
 from trinity_loss.verl.counting import Counting
@@ -128,12 +128,15 @@ class TrinityWorkerMixin:
     """
 
     engine: Any
+    optimizer_config: Any
+    rank: int
     loss_fn: Any
     infer_batch: Any
     rollout_correction: Mapping[str, Any] | None = None
     recording: RunRecording | None = None
-    auditing: Any = None
+    auditing: AuditSettings | None = None
     selected = False
+    _audits_told = False
 
     def __init__(self, *values: Any, **named: Any) -> None:
         super().__init__(*values, **named)
@@ -147,7 +150,7 @@ class TrinityWorkerMixin:
         if actor is not None:
             self._warn_of_unread(actor.policy_loss)
             self.recording = RunRecording.of(actor.policy_loss)
-            self.auditing = audit_settings(actor.policy_loss)
+            self.auditing = AuditSettings.of(actor.policy_loss)
         if ours is not None:
             logger.info("trinity_loss: training with %s", ours)
         elif self.selected and config_of(loss_fn) is None:
@@ -171,7 +174,14 @@ class TrinityWorkerMixin:
 
     def audit(self, data: TensorDict, config: LossConfig) -> dict[str, float]:
         """Audits a mini-batch, if it is the first of a step that was chosen; the ``audit/…`` metrics."""
-        if self.auditing is None or self.steps.step not in self.auditing.steps or self.steps.mini_batch != 1:
+        if self.auditing is None:
+            return {}
+        if not self._audits_told and self.rank == 0:
+            last = int(getattr(self.optimizer_config, "total_training_steps", None) or 0)
+            for notice in self.auditing.notices(self.steps.step, last):
+                _warn(notice)
+        self._audits_told = True
+        if self.steps.step not in self.auditing.steps or self.steps.mini_batch != 1:
             return {}
         from trinity_loss.verl.audit import audit
 
@@ -202,17 +212,6 @@ class TrinityWorkerMixin:
     @property
     def _in_shadow(self) -> bool:
         return isinstance(self.loss_fn, ShadowLoss)
-
-
-def audit_settings(policy_loss: PolicyLossOptions) -> Any:
-    """What a configuration says of the audit; None, and nothing of it is loaded, where no step is chosen."""
-    if not policy_loss.audit_steps:
-        return None
-    from trinity_loss.verl.audit import AuditSettings
-
-    return AuditSettings(
-        frozenset(policy_loss.audit_steps), Path(str(policy_loss.audit_dir)), tuple(policy_loss.audit_cuts)
-    )
 
 
 def make_training_worker(base: type[Any]) -> type[Any]:
