@@ -11,6 +11,7 @@ import warnings
 from dataclasses import fields, replace
 from itertools import chain
 from types import MethodType
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -1464,6 +1465,10 @@ SHARED = {
     "stack": lambda rows: NonTensorStack(*["ab"] * rows),
     "list-for-all": lambda rows: NonTensorData(["ab"] * rows, batch_size=[rows]),
     "text": lambda rows: "ab",
+    "one-true-for-all": lambda rows: [True, 1][:rows],
+    "whole-and-not": lambda rows: [1, 1.0][:rows],
+    "uuids": lambda rows: [UUID(int=7)] * rows,
+    "array-for-all": lambda rows: NonTensorData(np.array(["ab"] * rows), batch_size=[rows]),
 }
 
 
@@ -1490,7 +1495,11 @@ def test_33_values_per_row_in_every_form(form):
 
 @pytest.mark.parametrize(
     "uid",
-    [{"a", "b"}, {"a": 1, "b": 2}, iter("ab"), ["a"], ["a", "c"] * 2, torch.zeros(2, 2), [["a"], ["b"]], object()],
+    [
+        *({"a", "b"}, {"a": 1, "b": 2}, iter("ab"), ["a"], ["a", "c"] * 2, torch.zeros(2, 2), [["a"], ["b"]], object()),
+        *(["a", None], [None] * 2, [math.nan] * 2, torch.tensor([1.0, math.nan]), np.array(["a", None], dtype=object)),
+        *([frozenset("ab")] * 2, [object()] * 2, [torch.ones(1)] * 2, range(2), np.array(3)),
+    ],
     ids=lambda uid: type(uid).__name__,
 )
 @pytest.mark.parametrize("settings", [{"loss_agg_mode": "prompt-mean"}, {"count_padding_rows": False}], ids=str)
@@ -1499,6 +1508,14 @@ def test_33_another_form_is_refused(uid, settings):
     data["advantages"] = torch.zeros(2, 3)
     with pytest.raises(FieldShapeError, match=r"^uid .*expected one"):
         TrinityPolicyLoss(LossConfig(**settings))(model_output={"log_probs": torch.zeros(2, 3)}, data=data)
+
+
+def test_33_a_form_that_nothing_asks_for_is_left_alone():
+    whole = TensorDict({"response_mask": torch.ones(2, 3), "uid": [None, None]}, batch_size=[2])
+    Counting().attach(whole, LossConfig(), None)
+    assert whole["batch_num_valid_tokens"] == 6
+    with pytest.raises(FieldShapeError, match="uid of row 0 is None"):
+        Counting().attach(whole, LossConfig(count_padding_rows=False), None)
 
 
 @pytest.mark.usefixtures("verls_worker")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,16 +58,26 @@ def row_values(data: MicroBatchData, name: str, rows: int) -> list[Any] | None:
         raise FieldShapeError(f"{name} is a {type(value).__name__}; expected one entry per row, {rows} in all")
     if len(value) != rows:
         raise FieldShapeError(f"{name} has {len(value)} entries; expected one per row, {rows}")
-    plain = [entry.item() if isinstance(entry, np.generic) else entry for entry in map(_unwrapped, value)]
+    plain = list(map(_unwrapped, value))
     for row, entry in enumerate(plain):
-        if entry.__hash__ is None or isinstance(entry, Tensor | tuple):
-            raise FieldShapeError(f"{name} of row {row} is a {type(entry).__name__}; expected one text or number")
+        if not _tells_apart(entry):
+            what = repr(entry) if entry is None or isinstance(entry, float) else f"a {type(entry).__name__}"
+            raise FieldShapeError(f"{name} of row {row} is {what}; expected one text or number")
     return plain
+
+
+def _tells_apart(entry: Any) -> bool:
+    """Whether a value is one name: the same in every process, and not what stands for a missing one."""
+    # NaN is not what it is, and an object says only where it lies.
+    one = isinstance(entry, str | bytes) or not isinstance(entry, Iterable | None)
+    return one and entry == entry and type(entry).__repr__ is not object.__repr__
 
 
 def _unwrapped(entry: Any) -> Any:
     if isinstance(entry, NonTensorData):
         entry = entry.data
-    if isinstance(entry, Tensor | np.ndarray) and not entry.shape:
-        return entry.item()
-    return entry
+    if isinstance(entry, np.generic) or (isinstance(entry, Tensor | np.ndarray) and not entry.shape):
+        entry = entry.item()
+    # A tensor of both makes numbers of all of them.
+    whole = isinstance(entry, bool) or (isinstance(entry, float) and entry.is_integer())
+    return int(entry) if whole else entry

@@ -68,7 +68,12 @@ class Rows:
     @cached_property
     def synthetic(self) -> list[bool]:
         """Which rows verl's v1 trainer made up, to make the batch divide evenly."""
-        uids = self.values("uid")
+        try:
+            uids = self.values("uid")
+        except FieldShapeError:
+            if not self.count_padding_rows:
+                raise
+            uids = None  # Nothing asks for it.
         return [False] * self.tokens.num_slots if uids is None else [str(uid).startswith("pad") for uid in uids]
 
 
