@@ -39,7 +39,7 @@ from verl.workers.utils.losses import ppo_loss
 from workers import POLICY_LOSS, TrainingWorker, started, train
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
-from trinity_loss.aggregation import TokenMean, aggregation_mode_names, find_aggregation_mode
+from trinity_loss.aggregation import SeqMeanTokenSum, TokenMean, aggregation_mode_names, find_aggregation_mode
 from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, MissingGraphError, TotalsError
 from trinity_loss.invariance import Value, check_invariance, make_mini_batch
 from trinity_loss.invariance.recorded import load_recording
@@ -788,14 +788,78 @@ def test_37_a_users_function_is_looked_at_before_the_first_step():
         LossConfig(loss_agg_mode=f"{__name__}:OverNothing")
 
 
+def detached(inputs):
+    return -inputs.advantages * inputs.log_prob.detach()
+
+
+def whole_numbers(inputs):
+    return (-inputs.advantages * inputs.log_prob).long()
+
+
+@pytest.mark.parametrize("function", [detached, whole_numbers])
+def test_31_a_users_function_without_a_graph_is_refused(function):
+    with pytest.raises(ConfigError, match="values without a graph, so that it would train nothing"):
+        LossConfig(loss_mode=f"{__name__}:{function.__name__}")
+
+
 def clamping(inputs):
     inputs.old_log_prob.clamp_(min=-1)
     return -inputs.advantages * (inputs.log_prob - inputs.old_log_prob)
 
 
-def test_38_a_users_function_writes_into_its_inputs():
-    with pytest.raises(ConfigError, match=r"clamping.*writes into"):
-        LossConfig(loss_mode=f"{__name__}:clamping")
+def clamping_far_away(inputs):
+    inputs.old_log_prob.clamp_(min=-50)
+    return -inputs.advantages * inputs.log_prob
+
+
+def clamping_in_the_field(inputs):
+    if inputs.tokens.size > 5:
+        inputs.old_log_prob.clamp_(min=-1)
+    return -inputs.advantages * inputs.log_prob
+
+
+def writing_by_numpy(inputs):
+    inputs.advantages.numpy()[:] = 0
+    return -inputs.advantages * inputs.log_prob
+
+
+def writing_a_count(inputs):
+    inputs.tokens.counts.clamp_(min=1)
+    return -inputs.advantages * inputs.log_prob
+
+
+def writing_a_metric(inputs):
+    return TokenLoss(-inputs.advantages * inputs.log_prob, means={"actor/x": inputs.advantages.abs_()})
+
+
+@pytest.mark.parametrize("function", [clamping, clamping_far_away, writing_by_numpy, writing_a_count, writing_a_metric])
+def test_38_a_users_function_writes_into_its_inputs(function):
+    with pytest.raises(ConfigError, match=rf"{function.__name__}.*writes into"):
+        LossConfig(loss_mode=f"{__name__}:{function.__name__}")
+
+
+class ClampingCounts(SeqMeanTokenSum):
+    def sequence_weights(self, tokens, dtype):
+        return tokens.counts.clamp_(min=1).to(dtype).reciprocal()
+
+
+class DoublingTheIndicator(TokenMean):
+    def token_weights(self, tokens, dtype):
+        return tokens.indicator(dtype).mul_(2)
+
+
+@pytest.mark.parametrize("mode", [ClampingCounts, DoublingTheIndicator])
+def test_38_so_does_a_users_mode(mode):
+    with pytest.raises(ConfigError, match=rf"{mode.__name__}', which writes into tokens\.(counts|indicator)"):
+        LossConfig(loss_agg_mode=f"{__name__}:{mode.__name__}")
+
+
+@every_layout
+def test_38_one_that_does_so_later_is_refused_then(layout):
+    settings = in_mode("token-mean", loss_mode=f"{__name__}:clamping_in_the_field")
+    samples = token_losses([1, 1, 1], [2, 2, 2])
+    with pytest.raises(ConfigError, match="writes into its inputs"):
+        run_ours(settings, cut(samples), layout)
 
 
 def test_every_loss_mode_is_in_the_oracle():
@@ -1318,6 +1382,15 @@ def test_29_nothing_at_all_is_refused_in_every_cut(layout, mode, total):
         settings = {"loss_agg_mode": "token-mean", "loss_mode": "dpo"} if mode == "dpo" else in_mode(mode)
         with pytest.raises(TotalsError, match=f"{total} is 0|batch_num_pairs is 0"):
             run_ours(settings, parts, layout, totals=((total, 0),))
+
+
+@every_layout
+@pytest.mark.parametrize("settings", [{"entropy_coeff": 0.1}, {"top_entropy_quantile": 0.5}], ids=str)
+def test_31_entropy_that_is_not_there_is_refused(layout, settings):
+    ((batch,),) = build(cut(token_losses([1, 2], [3])), Form(layout))
+    output = {"log_probs": batch.lay_out(make_leaves(token_losses([1, 2], [3]))[0])}
+    with pytest.raises(MissingFieldError, match=f"^{next(iter(settings))} is .*no 'entropy'; .*calculate_entropy=True"):
+        TrinityPolicyLoss(LossConfig(**settings))(model_output=output, data=batch.data)
 
 
 class Rejected:

@@ -66,11 +66,11 @@ class AggregationMode:
     @property
     def total(self) -> str | None:
         """Name of the count that is this mode's denominator, see :mod:`trinity_loss.totals`; None for a plain sum."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no total")
 
     def local_count(self, tokens: ResponseTokens) -> Tensor:
         """0-d: this micro-batch's part of the denominator."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no local_count")
 
     def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor | None:
         """Weight [S] of the token losses of each sequence; None for 1."""

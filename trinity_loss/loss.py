@@ -125,9 +125,12 @@ class TrinityPolicyLoss:
         batch = read_micro_batch(
             model_output, data, outputs=outputs, beside=beside, count_padding_rows=config.count_padding_rows
         )
-        if "entropy" not in batch.sources and config.entropy_coeff != 0:
+        asking = [
+            name for name, off in (("entropy_coeff", 0), ("top_entropy_quantile", 1)) if getattr(config, name) != off
+        ]
+        if "entropy" not in batch.sources and asking:
             raise MissingFieldError(
-                f"entropy_coeff is {config.entropy_coeff}, but the model output has no 'entropy'; "
+                f"{asking[0]} is {getattr(config, asking[0])}, but the model output has no 'entropy'; "
                 "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it"
             )
         for count, mode in self._groups.items():

@@ -46,7 +46,7 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
     for tokens in _sequences(1 if loss.mode is None else loss.mode.group_size):
         inputs = _inputs(tokens, loss, arguments)
         known = _tensors(inputs)
-        before = {name: tensor.detach().clone() for name, tensor in known.items()}
+        before = _state(known)
         try:
             with torch.set_grad_enabled(not loss.analytic), torch.random.fork_rng(devices=[]):
                 result = loss(inputs, **arguments)
@@ -57,9 +57,13 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
                 f"loss_mode {loss_mode!r} failed on two short sequences that it was tried on: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        written = [name for name, tensor in known.items() if not torch.equal(tensor, before[name])]
-        if written:
+        if written := _written(known, before):
             raise ConfigError(f"loss_mode {loss_mode!r} writes into {written[0]}, which others read too: let it copy")
+        if not loss.analytic and bool(tokens.counts.all()) and not result.values.requires_grad:
+            raise ConfigError(
+                f"loss_mode {loss_mode!r} gives values without a graph, so that it would train nothing; expected "
+                "values that depend on inputs.log_prob (not detached, not whole numbers)"
+            )
         for name, values in (("values", result.values), ("derivative", result.derivative)):
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise ConfigError(
@@ -111,6 +115,8 @@ def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, token
     Raises:
         ConfigError: It fails, its total is unknown, or its count or weights are no such thing.
     """
+    known = _tensors_of_tokens(tokens, values.dtype)
+    before = _state(known)
     try:
         if mode.total is not None:
             find_count(mode.total)
@@ -120,6 +126,8 @@ def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, token
     except Exception as error:
         said = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{field} is {name!r}: {said}{error}") from error
+    if written := _written(known, before):
+        raise ConfigError(f"{field} is {name!r}, which writes into {written[0]}, which others read too: let it copy")
     for what, given, shape in (
         ("local_count", count, ()),
         ("numerator", numerator, ()),
@@ -177,13 +185,32 @@ def _inputs(tokens: ResponseTokens, loss: PolicyLoss, arguments: Mapping[str, An
 
 
 def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
-    tokens = inputs.tokens
-    assert tokens.offsets is not None
     known = {f"inputs.fields[{name!r}]": values for name, values in inputs.fields.items()}
-    known |= {"inputs.log_prob": inputs.log_prob, "inputs.tokens.mask": tokens.mask}
-    known |= {"inputs.tokens.counts": tokens.counts, "inputs.tokens.offsets": tokens.offsets}
-    known |= {"inputs.tokens.lengths": tokens.lengths, "inputs.tokens.sequence": tokens.sequence}
-    known |= {"inputs.tokens.indicator": tokens.indicator(inputs.log_prob.dtype)}
+    known["inputs.log_prob"] = inputs.log_prob
+    of_tokens = _tensors_of_tokens(inputs.tokens, inputs.log_prob.dtype)
+    known |= {f"inputs.{name}": tensor for name, tensor in of_tokens.items()}
     if inputs.rollout_is_weights is not None:
         known["inputs.rollout_is_weights"] = inputs.rollout_is_weights
     return known
+
+
+def _tensors_of_tokens(tokens: ResponseTokens, dtype: torch.dtype) -> dict[str, Tensor]:
+    assert tokens.offsets is not None
+    known = {"mask": tokens.mask, "counts": tokens.counts, "offsets": tokens.offsets, "lengths": tokens.lengths}
+    known |= {"sequence": tokens.sequence, "indicator": tokens.indicator(dtype)}
+    known |= {f"groups[{name!r}].num_tokens": groups.num_tokens for name, groups in tokens.groups.items()}
+    return {f"tokens.{name}": tensor for name, tensor in known.items()}
+
+
+def _state(known: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
+    return {name: (tensor._version, tensor.detach().clone()) for name, tensor in known.items()}
+
+
+def _written(known: Mapping[str, Tensor], before: Mapping[str, tuple[int, Tensor]]) -> list[str]:
+    """What was written into since, be it with the same numbers: on others they may differ."""
+    now = _state(known)
+    return [
+        name
+        for name, (version, numbers) in now.items()
+        if version != before[name][0] or not torch.equal(numbers, before[name][1])
+    ]
