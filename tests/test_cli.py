@@ -266,7 +266,7 @@ def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_
         (["verify", "--plot", "figure.xyz"], "expected a file that ends in one of .png"),
         (["verify", "--engine", "fsdp", "--seed", "1"], "--seed has no effect with --engine"),
         (["verify", "--field", "nonsense"], "is no NAME=WHAT"),
-        (["verify", "--tolerance", "-1"], "tolerance is -1.0; expected a finite number, 0 or more"),
+        (["verify", "--tolerance", "-1"], "tolerance is -1.0; expected null or a finite number, 0 or more"),
         (["verify", "--unknown"], "unrecognized: --unknown"),
         (["verify", "stray"], "unrecognized: stray"),
         (["verify", "--micro-batches", "0"], "no list of whole numbers"),

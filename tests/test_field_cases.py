@@ -36,7 +36,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.utils.losses import ppo_loss
-from workers import POLICY_LOSS, TrainingWorker, started, train
+from workers import POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, started, train
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.aggregation import SeqMeanTokenSum, TokenMean, aggregation_mode_names, find_aggregation_mode
@@ -1065,12 +1065,36 @@ def test_28_a_plain_mapping_is_taken_as_verl_takes_it(override, expected, loss_m
         ("rollout_metrics_upper", "2", "a finite number above 0"),
         ("dro_beta", "1", "null or a finite number"),
         ("ppo_kl_coef", "0.1", "a finite number"),
+        ("record_dir", "  ", "null or a folder"),
         ("rollout_correction", "token", "a mapping"),
     ],
 )
 def test_34_every_field_of_policy_loss_has_a_type(field, bad, expected):
     with pytest.raises(ConfigError, match=rf"^policy_loss\.{field} is .*; expected {expected}"):
         PolicyLossConfig(**{field: bad})
+
+
+@pytest.mark.parametrize(
+    ("option", "bad", "says"),
+    [
+        ("rollout_is", "tokn", "rollout_is is 'tokn'; expected one of null, token, sequence"),
+        ("rollout_is", True, "rollout_is is True; expected one of null, token, sequence"),
+        ("rollout_is_threshold", "x", "rollout_is_threshold is 'x'; expected a number above 0, or 'lower_upper'"),
+        ("rollout_is_batch_normalize", "no", "rollout_is_batch_normalize is 'no'; expected true or false"),
+        ("bypass_mode", "no", "bypass_mode is 'no'; expected true or false"),
+        ("loss_type", "ppo", "loss_type is 'ppo'; expected one of ppo_clip, reinforce"),
+        ("rollout_rs", "token_k1", "rollout_rs_threshold is None; expected one threshold"),
+        ("rollout_rs", ["token_k1"], "rollout_rs is .*token_k1.*; expected null or a name"),
+    ],
+)
+@pytest.mark.usefixtures("verls_worker")
+def test_34_options_of_rollout_correction_are_checked_in_both_places(option, bad, says):
+    with pytest.raises(ConfigError, match=rf"^policy_loss\.rollout_correction[.:] ?{says}"):
+        PolicyLossConfig(rollout_correction={option: bad})
+    config = composed()
+    OmegaConf.update(config, f"algorithm.rollout_correction.{option}", bad, force_add=True)
+    with pytest.raises(ConfigError, match=rf"^algorithm\.rollout_correction[.:] ?{says}"):
+        Outer(config).init_model(by_keyword)
 
 
 def test_34_every_field_of_policy_loss_is_checked():
@@ -1679,8 +1703,28 @@ def test_49_a_tolerance_of_0_is_taken():
     options = {"batch": make_mini_batch(14), "micro_batches": (1, 2), "dp_sizes": (1,)}
     assert check_invariance(off, **options).ok
     assert not check_invariance(off, tolerance=0, **options).ok
-    with pytest.raises(ConfigError, match="tolerance is -1; expected a finite number, 0 or more"):
+    with pytest.raises(ConfigError, match="tolerance is -1; expected null or a finite number, 0 or more"):
         check_invariance(off, tolerance=-1, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "expected"),
+    [
+        ("micro_batches", 2, "whole numbers above 0"),
+        ("micro_batches", (1.5,), "whole numbers above 0"),
+        ("dp_sizes", (), "whole numbers above 0"),
+        ("seed", "3", "a whole number, 0 or more"),
+        ("token_budgets", (0,), "a list, each entry a whole number above 0"),
+        ("token_budgets", 64, "a list, each entry a whole number above 0"),
+        ("tolerance", "1e-6", "null or a finite number, 0 or more"),
+        ("strict", "no", "null or true or false"),
+        ("layouts", ("dense",), "a list, each entry one of nested, padded, packed"),
+        ("dtype", "float32", "torch.float64 or torch.float32"),
+    ],
+)
+def test_34_the_options_of_a_check_are_checked(field, bad, expected):
+    with pytest.raises(ConfigError, match=rf"^{field} is .*; expected {expected}"):
+        check_invariance(EnginePolicyLoss(LossConfig()), make_mini_batch(6), **{field: bad})
 
 
 @pytest.mark.parametrize(

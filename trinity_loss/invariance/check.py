@@ -21,11 +21,12 @@ from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.ranks import CollectiveError, as_rank
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
-from trinity_loss.rules import NOT_NEGATIVE, check
+from trinity_loss.rules import BOOLEAN, COUNT, NOT_NEGATIVE, Rule, check, list_of, number, one_of, optional
 
 #: Largest relative deviation that is taken for rounding, by the type that is computed in.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
 LAYOUTS: tuple[Layout, ...] = ("nested", "padded", "packed")
+_WHOLE = number("a whole number above 0", lambda value: isinstance(value, int) and value > 0)
 
 
 def check_invariance(
@@ -98,8 +99,15 @@ def check_invariance(
         batch = replace(batch, group_size=bound.group_size)
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype is {dtype!r}; expected torch.float64 or torch.float32")
-    if tolerance is not None:
-        check("tolerance", tolerance, NOT_NEGATIVE)
+    for field, value, rule in (
+        ("seed", seed, COUNT),
+        ("tolerance", tolerance, optional(NOT_NEGATIVE)),
+        ("strict", strict, optional(BOOLEAN)),
+        ("special", special, optional(BOOLEAN)),
+        ("token_budgets", token_budgets, list_of(_WHOLE)),
+        ("layouts", layouts, list_of(one_of(*LAYOUTS))),
+    ):
+        check(field, value, rule)
     if len(batch.groups) < 2:
         raise ConfigError(
             f"the mini-batch holds {batch.num_sequences} sequence{'s that stay together' * (batch.num_sequences > 1)}: "
@@ -287,10 +295,9 @@ def assert_invariant(loss_fn: LossFn | BoundLoss, batch: MiniBatch | None = None
 
 
 def _numbers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    numbers = tuple(dict.fromkeys(values))
-    if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        raise ConfigError(f"{name} is {values!r}; expected whole numbers above 0")
-    return numbers
+    rule = Rule(lambda given: bool(given) and list_of(_WHOLE).holds(given), "whole numbers above 0")
+    check(name, values, rule)
+    return tuple(dict.fromkeys(values))
 
 
 def name_of(loss_fn: Any) -> str:

@@ -17,12 +17,13 @@ from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss_config import RULES, LossConfig
 from trinity_loss.registry import get_policy_loss
+from trinity_loss.rollout_correction import parse_rejections
 from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, one_of, optional
 
 #: What an audit may compute the gradient of a mini-batch with, beside the mini-batch as configured.
 AUDIT_CUTS = ("repeat", "half", "twice", "reverse", "single")
 _STEPS = list_of(number("a training step, 1 or more", lambda value: value >= 1 and value == int(value)))
-_FOLDER = optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value)), "a folder"))
+_FOLDER = optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()), "a folder"))
 
 #: What each field that :class:`LossConfig` does not have must be.
 _RULES: dict[str, Rule] = {
@@ -159,13 +160,18 @@ def _as_correction(given: Any) -> RolloutCorrectionConfig:
 
 
 def _check_correction(name: str, given: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigError` for an option that rollout correction does not have, or a word for a boolean."""
+    """Raises :class:`ConfigError` for an option that rollout correction does not have, or a value that is none."""
     known = [f.name for f in fields(RolloutCorrectionConfig)]
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ConfigError(f"{name} has {', '.join(map(str, unknown))}; expected some of {', '.join(known[1:])}")
-    for option in (_BYPASS, "rollout_is_batch_normalize"):
-        check(f"{name}.{option}", given.get(option, False), BOOLEAN)
+    for option, rule in {_BYPASS: BOOLEAN, **get_policy_loss(_BYPASS).rules}.items():
+        if given.get(option) is not None:
+            check(f"{name}.{option}", given[option], rule)
+    try:
+        parse_rejections(given.get("rollout_rs"), given.get("rollout_rs_threshold"))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def loss_config(
