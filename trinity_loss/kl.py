@@ -35,12 +35,11 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 
 def _k3(difference: Tensor) -> ValueAndDerivative:
     # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
-    unlimited = -difference
-    log_ratio = limited(unlimited)
-    growth = log_ratio.expm1()
-    value = growth - log_ratio
-    moves = equal(log_ratio, unlimited) * at_most(value, _OUTPUT_LIMIT)
-    return value.clamp(max=_OUTPUT_LIMIT), -growth * moves
+    log_ratio = limited(difference)
+    growth = (-log_ratio).expm1()
+    value = growth + log_ratio
+    derivative = -growth * equal(log_ratio, difference) * at_most(value, _OUTPUT_LIMIT)
+    return value.clamp(max=_OUTPUT_LIMIT), derivative
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

@@ -21,7 +21,7 @@ from trinity_loss.micro_batch import MicroBatch, read_micro_batch
 from trinity_loss.row_values import MicroBatchData
 from trinity_loss.selection import Ranks, token_numbers
 from trinity_loss.sequence_groups import find_local_groups, read_attached_groups
-from trinity_loss.token_losses import Term, TokenLosses
+from trinity_loss.token_losses import TokenLosses
 from trinity_loss.totals import VALID_TOKENS, GroupCount, Totals, find_count, read_totals
 
 #: Key of each term's metric, and its name among the modes.
@@ -107,8 +107,7 @@ class TrinityPolicyLoss:
         metrics = MetricSet()
         with torch.no_grad():
             batch = self._read(model_output, data, metrics)
-            terms = self._token_losses.terms(batch, metrics)
-            loss, gradients = self._combine(terms, batch, metrics)
+            loss, gradients = self._combine(batch, metrics)
             loss = loss.to(batch.dtype)
             numbers = metrics.read()
         self._check(batch, numbers)
@@ -185,12 +184,12 @@ class TrinityPolicyLoss:
         """The micro-batch with the groups that a mode divides by; here those of the batch by itself."""
         return find_local_groups(batch, count, count_empty=self.config.count_empty_sequences)
 
-    def _combine(self, terms: list[Term], batch: MicroBatch, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
+    def _combine(self, batch: MicroBatch, metrics: MetricSet) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, 0-d in float64 without a graph, and its gradient [N] by each part of the model output."""
-        loss = torch.zeros((), dtype=torch.float64, device=terms[0].values.device)
+        loss = torch.zeros((), dtype=torch.float64, device=batch.tokens.mask.device)
         gradients: dict[str, Tensor] = {}
         row_weights = batch.row_weights
-        for term in terms:
+        for term in self._token_losses.terms(batch, metrics):
             mode, tokens = term.mode, term.tokens
             if mode.is_linear:
                 weights = mode.token_weights(tokens, term.values.dtype)

@@ -57,14 +57,19 @@ def ppo(inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, 
     cost = -inputs.advantages
     log_ratio, moves = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    larger = torch.maximum(plain, clipped)
-    # Only where the advantage is negative: where it is positive the loss is below 0, and so below the bound.
-    bound = cost.abs() * clip_ratio_c
-    values = torch.minimum(larger, bound)
-    is_clipped, is_bounded = above(clipped, plain), above(larger, bound)
-    derivative = cost * (ratio * moves * equal(values, plain))
+    plain = cost * ratio
+    values, is_clipped, is_bounded = _dual_clip(cost, plain, 1 - clip_ratio_low, 1 + clip_ratio_high, clip_ratio_c)
+    derivative = cost * (equal(values, plain) * moves * ratio)
     return TokenLoss(values, derivative, **_metrics(ratio, log_ratio, is_clipped, is_bounded))
+
+
+def _dual_clip(cost: Tensor, plain: Tensor, low: float, high: float, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The larger of plain and clipped loss up to the bound, and where it is the clipped one, and the bound."""
+    # cost × clip(ratio) is above cost × ratio only at one end of the range: at the lower one of these two.
+    clipped = torch.minimum(cost * low, cost * high)
+    # Where the advantage is positive the loss is below 0, and so below the bound.
+    bounded = cost.abs() * bound
+    return plain.clamp(clipped, bounded), above(clipped, plain), above(plain, bounded)
 
 
 @register_policy_loss("gspo", analytic=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,33 +128,36 @@ class TokenLosses:
             fields[_HIGH_ENTROPY] = high_entropy_tokens(inputs, values["entropy"], numbers, ranks, share)
         return fields
 
-    def terms(self, batch: MicroBatch, metrics: MetricSet) -> list[Term]:
-        """The terms of a micro-batch whose fields are loaded, and their metrics."""
+    def terms(self, batch: MicroBatch, metrics: MetricSet) -> Iterator[Term]:
+        """The terms of a micro-batch whose fields are loaded, and their metrics.
+
+        One is computed when it is asked for, so that the vectors of two are never in memory together.
+        """
         config, tokens, values = self.config, batch.tokens, batch.values
-        terms = [] if config.distillation is None else [self._distillation_term(batch, metrics)]
+        if self._has_policy:
+            yield self._policy_term(batch, metrics)
+        if config.distillation is not None:
+            yield self._distillation_term(batch, metrics)
         if not self._has_policy:
-            return terms
-        terms.insert(0, self._policy_term(batch, metrics))
+            return
         if "entropy" in values:
             mode, coefficient = self.modes["entropy"], -config.entropy_coeff
-            terms.append(Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0))
+            yield Term("actor/entropy_loss", coefficient, mode, tokens, values["entropy"], "entropy", 1.0)
         if config.use_kl_loss:
             log_prob, ref = values["log_probs"], values["ref_log_prob"]
             if config.kl_unbiased:
                 value, slope = unbiased_kl(log_prob, values["old_log_probs"], ref, config.kl_loss_type)
             else:
                 value, slope = kl_penalty(log_prob, ref, config.kl_loss_type)
-            mode = self.modes["kl"]
-            terms.append(Term("kl_loss", config.kl_loss_coef, mode, tokens, value, "log_probs", slope))
             metrics.constants["kl_coef"] = config.kl_loss_coef
+            yield Term("kl_loss", config.kl_loss_coef, self.modes["kl"], tokens, value, "log_probs", slope)
         if config.nll_on_positives:
             # As they came: what a rejected token has counts in the denominator, as for the other terms.
             coefficient, positive = config.nll_on_positives, tokens.restrict(batch.raw("advantages") > 0)
             nll, mode = -values["log_probs"], self.modes["nll"]
-            terms.append(Term("actor/nll_on_positives", coefficient, mode, positive, nll, "log_probs", -1.0))
+            yield Term("actor/nll_on_positives", coefficient, mode, positive, nll, "log_probs", -1.0)
         if config.rollout_metrics is not None:
             self._add_rollout_metrics(batch, config.rollout_metrics, metrics)
-        return terms
 
     def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
         loss, tokens = self._policy_loss, batch.tokens
