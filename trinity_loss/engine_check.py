@@ -10,12 +10,12 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.check import LAYOUTS, check_invariance
 from trinity_loss.invariance.cuts import Cut, Engine
 from trinity_loss.invariance.diagnosis import metric_finding
-from trinity_loss.invariance.draw import make_mini_batch
+from trinity_loss.invariance.draw import make_mini_batch, with_teacher
 from trinity_loss.invariance.engine import BoundLoss
 from trinity_loss.invariance.measure import Subject, is_ours
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
-from trinity_loss.verl.harness import EngineCase, EngineError, EngineResult, run_cases
+from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineError, EngineResult, run_cases
 from trinity_loss.verl.harness.engine_case import EngineName
 
 #: The engines compute in float32.
@@ -43,7 +43,9 @@ def check_in_engine(
         tolerance = TOLERANCE
     ours = is_ours(bound.loss_fn)
     strict = ours if strict is None else strict
-    cases = _cases(EngineCase(loss=bound.loss_fn, trinity_worker=ours), engine)
+    teacher = bound.distillation
+    told = 0 if teacher is None else (teacher.topk or 1) if teacher.use_topk else 1
+    cases = _cases(EngineCase(loss=bound.loss_fn, trinity_worker=ours, batch=BatchSpec(teacher=told)), engine)
     try:
         results = run_cases(engine, cases)
     except (EngineError, TypeError) as error:
@@ -77,7 +79,7 @@ def _cases(base: EngineCase, engine: EngineName) -> list[EngineCase]:
 def _sizes(bound: BoundLoss) -> dict[str, float]:
     """What loss and metrics are measured against, where contributions nearly cancel: an engine tells sums only."""
     try:
-        batch = replace(make_mini_batch(16), group_size=bound.group_size)
+        batch = replace(with_teacher(make_mini_batch(16), bound.distillation), group_size=bound.group_size)
         return Subject(bound.loss_fn, batch, LAYOUTS, 0).sizes
     except Exception:
         return {}
@@ -118,7 +120,7 @@ def _findings(bound: BoundLoss, rows: Sequence[Row], tolerance: float) -> list[F
     off = [row for row in rows if row.error > tolerance]
     if not off:
         return []
-    batch = replace(make_mini_batch(36), group_size=bound.group_size)
+    batch = replace(with_teacher(make_mini_batch(36), bound.distillation), group_size=bound.group_size)
     played = check_invariance(bound.loss_fn, batch, (1, 2), (1, 2))
     found = [finding for finding in played.findings if finding.counts]
     row = off[0]

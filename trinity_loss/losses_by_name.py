@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trinity_loss.aggregation import aggregation_mode_names, has_scale_factor
+from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.import_path import find_at
 from trinity_loss.invariance.contracts import CONTRACTS, Contract, Played, contract_of
@@ -132,10 +133,19 @@ def _title(family: str, loss_mode: str, mode: str, scale: Any) -> str:
     return f"{family}:{loss_mode} {mode}{divisor}"
 
 
+def _distilling(name: str, distillation: DistillationLossConfig | None) -> str:
+    if distillation is None:
+        return name
+    how = " as advantage" if distillation.use_policy_gradient else ""
+    return f"{name if distillation.use_task_rewards else name.partition(':')[0]} + {distillation.loss_mode}{how}"
+
+
 def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
     from omegaconf import OmegaConf
+    from verl.trainer.distillation.losses import distillation_ppo_loss
 
-    from trinity_loss.verl.composed import TARGET, actor_config, token_budgets
+    from trinity_loss.verl.composed import TARGET, actor_config, distillation_config, token_budgets
+    from trinity_loss.verl.distilling import DistillingPolicyLoss
     from trinity_loss.verl.policy_loss_config import loss_config
 
     changes = dict(changes)
@@ -144,15 +154,23 @@ def _ours(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) ->
     if mode is not None:
         policy_loss["loss_agg_mode"] = mode
     actor = actor_config(config, policy_loss, **changes)
-    made = loss_config(actor, OmegaConf.select(config, "algorithm.rollout_correction"))
-    name = _title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor)
-    return BoundLoss(name, EnginePolicyLoss(made), token_budgets(actor), made.aggregation_modes["pg"].group_size)
+    teacher = distillation_config(config)
+    made = loss_config(actor, OmegaConf.select(config, "algorithm.rollout_correction"), teacher)
+    loss_fn = EnginePolicyLoss(made)
+    if teacher is not None:
+        bound = partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
+        loss_fn = DistillingPolicyLoss(made, bound)
+    name = _distilling(_title("ours", made.loss_mode, made.loss_agg_mode, made.loss_scale_factor), made.distillation)
+    group_size = made.aggregation_modes["pg"].group_size
+    return BoundLoss(name, loss_fn, token_budgets(actor), group_size, distillation=made.distillation)
 
 
 def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -> BoundLoss:
+    from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.workers.utils.losses import ppo_loss
 
-    from trinity_loss.verl.composed import actor_config, token_budgets
+    from trinity_loss.verl.composed import actor_config, distillation_config, token_budgets
+    from trinity_loss.verl.policy_options import distillation_of
 
     policy_loss = {"_target_": "verl.workers.config.PolicyLossConfig", **_policy_loss(config, loss_mode)}
     names = _NAMES["verl"]()
@@ -161,6 +179,13 @@ def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -
     ours_only = [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()]
     actor = actor_config(_without(config, ours_only), policy_loss, **changes)
     name = _title("verl", policy_loss["loss_mode"], actor.loss_agg_mode, actor.loss_scale_factor)
+    teacher = distillation_config(config)
+    if teacher is not None:
+        ours, bound = (
+            distillation_of(teacher),
+            partial(distillation_ppo_loss, config=actor, distillation_config=teacher),
+        )
+        return BoundLoss(_distilling(name, ours), bound, token_budgets(actor), distillation=ours)
     return BoundLoss(name, partial(ppo_loss, config=actor), token_budgets(actor))
 
 

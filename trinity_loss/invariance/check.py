@@ -14,7 +14,7 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.contracts import CONTRACTS, Contract
 from trinity_loss.invariance.cuts import Cut, Layout, all_cuts, even, whole
 from trinity_loss.invariance.diagnosis import explain, masked_values, metric_finding, not_finite, totals_finding
-from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches
+from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches, with_teacher
 from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.invariance.measure import Subject, describe, is_ours, variant
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -148,7 +148,7 @@ def drawn_for(
         sequences = multiple = lcm(bound.group_size, 8, *(m * d for m in micro_batches for d in dp_sizes))
     else:
         sequences, multiple = max(at_least, max(micro_batches) * max(dp_sizes) + 2), bound.group_size
-    return make_mini_batch(sequences + -sequences % multiple, seed)
+    return with_teacher(make_mini_batch(sequences + -sequences % multiple, seed), bound.distillation, seed)
 
 
 def check_subject(

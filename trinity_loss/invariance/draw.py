@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from trinity_loss.distillation import TEACHER, DistillationLossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.minibatch import MiniBatch
 
@@ -72,6 +73,36 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
         sequence_fields={"session_id": torch.arange(sequences) % 4 // 3},
         uids=[f"prompt-{i // 4}" for i in range(sequences)],
     )
+
+
+def with_teacher(batch: MiniBatch, distillation: DistillationLossConfig | None, seed: int = 0) -> MiniBatch:
+    """A mini-batch with what a distillation reads of a teacher, drawn; what is there already stays.
+
+    Args:
+        batch: The mini-batch.
+        distillation: What is read; None: nothing.
+        seed: Of what is drawn.
+    """
+    if distillation is None:
+        return batch
+    draw = torch.Generator().manual_seed(seed)
+    log_probs, size = batch.log_probs, batch.num_tokens
+
+    def uniform(low: float, high: float) -> Tensor:
+        return (low + (high - low) * torch.rand(size, generator=draw, dtype=torch.float64)).to(log_probs.dtype)
+
+    teacher = (log_probs.detach() + uniform(-0.8, 0.8)).clamp(max=-0.01)
+    drawn = {TEACHER: teacher}
+    if distillation.use_topk:
+        shared = torch.randint(0, (distillation.topk or 1) + 1, (size,), generator=draw)
+        drawn = {
+            "distillation_losses": uniform(-0.1, 1.5),
+            "student_mass": uniform(0.3, 0.9),
+            "teacher_mass": uniform(0.7, 1.0),
+            "overlap_count": shared,
+            "overlap_token_advantage": uniform(-0.5, 0.5) * (shared > 0),
+        }
+    return batch.with_fields(**drawn | dict(batch.token_fields))
 
 
 def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0) -> MiniBatch:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import TrinityLossError
 from trinity_loss.invariance.contracts import CONTRACTS, Contract, Played
 from trinity_loss.invariance.cuts import Cut, Layout
@@ -51,6 +52,7 @@ class BoundLoss:
         loss_fn: The callable of the engine's contract.
         token_budgets: Token budgets of its configuration.
         group_size: Consecutive sequences that must stay together.
+        distillation: What it reads of a teacher; None: nothing.
         fresh: Makes the loss anew, as it was before it was ever called; None: it is copied.
         contract: Whose engine calls it.
     """
@@ -59,6 +61,7 @@ class BoundLoss:
     loss_fn: LossFn
     token_budgets: tuple[int, ...] = ()
     group_size: int = 1
+    distillation: DistillationLossConfig | None = None
     fresh: Callable[[], LossFn] | None = None
     contract: Contract = CONTRACTS["verl"]
 

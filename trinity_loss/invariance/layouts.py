@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
+from trinity_loss.distillation import OUTPUTS, TEACHER
 from trinity_loss.invariance.cuts import Layout
 from trinity_loss.invariance.minibatch import MiniBatch
 
@@ -36,7 +37,7 @@ class Layer:
 
     def lay_out(self, values: Tensor, elsewhere: float = 0) -> Tensor:
         """Puts values [N] in their places, differentiably."""
-        picked = torch.cat([values, values.new_full((1,), elsewhere)])[self.index]
+        picked = torch.cat([values, values.new_full((1, *values.shape[1:]), elsewhere)])[self.index]
         if self.offsets is None:
             return picked
         # A tensor of its own: jagged tensors that an engine made apart do not combine either.
@@ -52,6 +53,7 @@ class EngineMicroBatch:
         model: Layer of the model output.
         num_rows: Rows.
         counted: Names of the fields that our training worker attaches.
+        outputs: Values [N] of further parts of the model output, by their names there.
         constants: Fields that are the same in every micro-batch.
     """
 
@@ -59,6 +61,7 @@ class EngineMicroBatch:
     model: Layer
     num_rows: int
     counted: frozenset[str] = frozenset()
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -82,6 +85,10 @@ class EngineMicroBatch:
         output = {"log_probs": self.model.lay_out(log_probs, _ELSEWHERE)}
         if entropy is not None:
             output["entropy"] = self.model.lay_out(entropy, -_ELSEWHERE)
+        for name, values in self.outputs.items():
+            # The divergence from a teacher moves with the model, so here with its log-probs.
+            moves = log_probs - log_probs.detach() if name == "distillation_losses" else 0
+            output[name] = self.model.lay_out(values + moves)
         return output
 
 
@@ -130,15 +137,19 @@ def _build(
         memory[key] = (*make(batch, rows, width), batch)
     fixed, response, model, _ = memory[key]
     fields = dict(fixed)
-    for name, values in {"response_mask": batch.response_mask, **batch.token_fields}.items():
+    outputs = {name: values for name, values in batch.token_fields.items() if name in OUTPUTS}
+    if TEACHER in batch.token_fields:  # As verl has it: where the model output stands, in a last dimension of its own.
+        column = batch.token_fields[TEACHER][:, None]
+        fields[TEACHER] = model.lay_out(column if layout != "packed" else column[:, 0])
+    here = {name: values for name, values in batch.token_fields.items() if name not in (*OUTPUTS, TEACHER)}
+    for name, values in {"response_mask": batch.response_mask, **here}.items():
         if (key, id(values)) not in memory:
             memory[key, id(values)] = (response.lay_out(values, _padding(values)), values)
         fields[name] = memory[key, id(values)][0]
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else response.lay_out(batch.loss_mask)
     if layout == "packed":
-        return EngineMicroBatch(
-            fields, model, len(fields["segment_ids"]), frozenset(batch.counts_per_sequence), batch.constants
-        )
+        num_rows, counted = len(fields["segment_ids"]), frozenset(batch.counts_per_sequence)
+        return EngineMicroBatch(fields, model, num_rows, counted, outputs, batch.constants)
     index = torch.tensor(rows)
     for name, values in {**batch.sequence_fields, **batch.counts_per_sequence}.items():
         fields[name] = values[index]
@@ -146,7 +157,7 @@ def _build(
         if (key, "uid") not in memory:
             memory[key, "uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
         fields["uid"] = memory[key, "uid"]
-    return EngineMicroBatch(fields, model, len(rows), frozenset(batch.counts_per_sequence), batch.constants)
+    return EngineMicroBatch(fields, model, len(rows), frozenset(batch.counts_per_sequence), outputs, batch.constants)
 
 
 def _padding(values: Tensor) -> float:

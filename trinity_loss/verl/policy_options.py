@@ -207,8 +207,7 @@ def loss_config(
     ours = {f.name: getattr(policy_loss, f.name) for f in fields(LossConfig) if hasattr(policy_loss, f.name)}
     said |= {name: value for name, value in ours.items() if value is not None or name not in said}
     if distillation is not None:
-        own = distillation.distillation_loss
-        said["distillation"] = {f.name: getattr(own, f.name) for f in fields(DistillationLossConfig)}
+        said["distillation"] = distillation_of(distillation)
     return LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
 
 
@@ -253,6 +252,16 @@ def unread_corrections(loss_mode: str, own: Mapping[str, Any], said: Mapping[str
                     f"{_HERE}.rollout_correction.{name} is {own[name]}, which only loss_mode=bypass_mode reads; "
                     f"{_THERE}.{name}={own[name]} has the trainer do it"
                 )
+
+
+def distillation_of(distillation: DistillationConfig) -> DistillationLossConfig:
+    """What verl's configuration of distillation says of the loss.
+
+    Raises:
+        ConfigError: Its values do not make a valid one.
+    """
+    own = distillation.distillation_loss
+    return DistillationLossConfig(**{f.name: getattr(own, f.name) for f in fields(DistillationLossConfig)})
 
 
 def _with_bypass(

@@ -38,6 +38,8 @@ class BatchSpec:
         empty_rows: Rows whose mask holds no token at all.
         rows_per_prompt: Consecutive rows that share a ``uid``.
         seed: Of lengths, tokens and advantages.
+        teacher: Tokens of which a teacher tells the log-prob at each place: 0 is no teacher, 1 the token that stands
+            there, more are its most likely ones.
     """
 
     rows: int = 8
@@ -46,6 +48,7 @@ class BatchSpec:
     empty_rows: tuple[int, ...] = (2,)
     rows_per_prompt: int = 3
     seed: int = 0
+    teacher: int = 0
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,16 @@ def ragged_rows(spec: BatchSpec) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
+def teacher_fields(spec: BatchSpec, input_ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What a teacher says at each place of prompts and responses [M]: ids int32 and log-probs float32 [M, k]."""
+    assert input_ids is not None
+    random = torch.Generator().manual_seed(spec.seed + 1)
+    log_probs = torch.randn(input_ids.numel(), VOCABULARY, generator=random).log_softmax(-1)
+    # Where a model's output stands: one place to the left of the token.
+    ids = input_ids.roll(-1)[:, None] if spec.teacher == 1 else log_probs.topk(spec.teacher).indices
+    return {"teacher_ids": ids.to(torch.int32), "teacher_logprobs": log_probs.gather(1, ids)}
+
+
 def make_batch(spec: BatchSpec) -> TensorDict:
     """The mini-batch as a verl trainer hands it to the actor's training worker.
 
@@ -81,6 +91,10 @@ def make_batch(spec: BatchSpec) -> TensorDict:
         input_ids=torch.cat([row[name] for row in rows for name in ("prompts", "responses")]),
     )
     data = build(batch, range(spec.rows), spec.layout).with_totals({}, worker=False)
+    if spec.teacher:
+        for name, values in teacher_fields(spec, batch.input_ids).items():
+            data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=data["input_ids"].offsets())
+        tu.assign_non_tensor(data, distillation_use_topk=spec.teacher > 1, distillation_only=False)
     tu.assign_non_tensor(
         data,
         temperature=1.0,
