@@ -53,6 +53,24 @@ def test_samples_differ_between_samples_steps_and_seeds(model_folder):
     assert answers(make_server(model_folder, seed=2), PROMPTS[:1] * 4) != four
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_teacher_tells_of_the_token_that_follows(model_folder, top_k):
+    import torch
+
+    server = make_server(model_folder)
+    asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+    told = asyncio.run(server.generate("", PROMPTS[0], asked)).extra_fields
+    with torch.no_grad():
+        expected = server.model(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
+    log_probs, ids = torch.tensor(told["prompt_logprobs"]), torch.tensor(told["prompt_ids"])
+    assert log_probs.shape == ids.shape == (len(PROMPTS[0]), max(top_k, 1))
+    torch.testing.assert_close(log_probs[:-1], expected[:-1].gather(-1, ids[:-1]))
+    if top_k:
+        torch.testing.assert_close(log_probs[:-1], expected[:-1].topk(top_k).values)
+    else:
+        assert ids[:-1, 0].tolist() == PROMPTS[0][1:]
+
+
 def test_log_probs_are_those_of_the_softmax_at_the_temperature(model_folder):
     import torch
 

@@ -8,11 +8,12 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.utils.losses import ppo_loss
 
-from trinity_loss import EnginePolicyLoss, LossConfig
+from trinity_loss import DistillationLossConfig, EnginePolicyLoss, LossConfig
 from trinity_loss.verl import PolicyLossConfig
 from trinity_loss.verl.composed import compose
 from trinity_loss.verl.worker import engine_loss
@@ -30,6 +31,12 @@ LOSSES = {
     ),
     "cpu_grpo": LossConfig(**PPO, **KL, entropy_coeff=0.001),
     "cpu_megatron": LossConfig(**PPO, **KL, entropy_coeff=0.001),
+    "cpu_distillation": LossConfig(
+        **PPO,
+        distillation=DistillationLossConfig(
+            loss_mode="forward_kl_topk", topk=16, use_task_rewards=False, clip_ratio_low=0.2, clip_ratio_high=0.2
+        ),
+    ),
     "cpu_prompt_mean": LossConfig(**PPO, **KL, entropy_coeff=0.001, loss_agg_mode="prompt-mean"),
 }
 ON_GPUS = [name for name in LOSSES if not name.startswith("cpu_")]
@@ -53,6 +60,9 @@ def trained_by(config: DictConfig) -> EnginePolicyLoss:
     """The loss that verl's worker ends up with."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor.policy_loss) is PolicyLossConfig
+    if config.distillation.enabled:
+        teacher = omega_conf_to_dataclass(config.distillation)
+        return engine_loss(partial(distillation_ppo_loss, config=actor, distillation_config=teacher))
     return engine_loss(partial(ppo_loss, config=actor))
 
 
@@ -70,7 +80,7 @@ def test_verl_accepts_it_and_trains_with_the_loss_it_promises(name):
     config = composed(name)
     accept(config)
     loss = trained_by(config)
-    assert type(loss) is EnginePolicyLoss
+    assert isinstance(loss, EnginePolicyLoss)
     assert loss.config == LOSSES[name]
 
 

@@ -1,7 +1,7 @@
 """The toy task: sums to answer, a tokenizer of bytes and a small random Qwen2, made in a second and never downloaded.
 
 Beside ``model`` (259 tokens, two layers) there are ``model_even`` (260 tokens) for tensor parallelism, and
-``model_deep`` (four layers) for virtual pipeline stages.
+``model_deep`` (four layers) for virtual pipeline stages. ``model_teacher`` was taught to answer with digits.
 
 The reward (`reward.py`) is the share of digits in the answer. A random model scores about 0.04, and its answers
 have all lengths, since half of the punctuation ends an answer.
@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-SPEC = {"version": 2, "seed": 0, "hidden_size": 64, "layers": 2, "train": 256, "val": 16}
+SPEC = {"version": 3, "seed": 0, "hidden_size": 64, "layers": 2, "train": 256, "val": 16}
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 UNUSED = "<|unused|>"  # Makes the number of tokens even, which two tensor-parallel ranks share.
 CHAT_TEMPLATE = (
@@ -66,6 +66,32 @@ def make_model(folder: Path, special: list[str] = SPECIAL, layers: int = SPEC["l
     tokenizer.save_pretrained(folder)
 
 
+def make_teacher(folder: Path, student: Path, steps: int = 60) -> None:
+    """Save the student's model after some steps on random sums that are answered with seven digits and an end."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(student), AutoModelForCausalLM.from_pretrained(student)
+    draw, optimizer = random.Random(SPEC["seed"]), torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        texts = []
+        for _ in range(16):
+            question = "+".join(str(draw.randrange(1000)) for _ in range(3))
+            digits = "".join(draw.choice("0123456789") for _ in range(7))
+            asked = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            texts.append(asked + digits + "<|im_end|>")
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        labels = batch["input_ids"].clone()
+        labels[:, :-8] = -100
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def make_prompts(file: Path, count: int, seed: int) -> None:
     """Save ``count`` different sums of ragged length in the columns that verl reads."""
     import pandas as pd
@@ -97,6 +123,7 @@ def make(folder: Path) -> None:
     make_model(folder / "model")
     make_model(folder / "model_even", [*SPECIAL, UNUSED])
     make_model(folder / "model_deep", layers=2 * SPEC["layers"])
+    make_teacher(folder / "model_teacher", folder / "model")
     make_prompts(folder / "train.parquet", SPEC["train"], SPEC["seed"])
     make_prompts(folder / "val.parquet", SPEC["val"], SPEC["seed"] + 1)
     done.write_text(json.dumps(SPEC))

@@ -121,6 +121,31 @@ def test_legacy_trainer(run, tmp_path):
     assert read_log(tmp_path)[0]["critic/score/mean"] == pytest.approx(read_log(run[0])[0]["critic/score/mean"])
 
 
+LOSS = "distillation.distillation_loss"
+BESIDE_THE_REWARD = (
+    f"{LOSS}.use_task_rewards=true",
+    f"{LOSS}.loss_mode=k1",
+    f"{LOSS}.use_policy_gradient=true",
+    f"{LOSS}.distillation_loss_coef=0.5",
+)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("overrides", [(), BESIDE_THE_REWARD], ids=["top k alone", "an estimator beside the reward"])
+def test_distillation(tmp_path, overrides):
+    output = finish(start(tmp_path, "--recipe", "cpu_distillation", "--steps", "2", *overrides))
+    assert "trinity_loss DistillingPolicyLoss(" in output
+    for record in read_log(tmp_path):
+        total = record["actor/distillation/loss"]
+        if overrides:
+            total = 0.5 * total + record["actor/pg_loss"]
+            assert record["actor/distillation/abs_loss"] > 1
+        else:
+            assert "actor/pg_loss" not in record
+            assert record["actor/distillation/teacher_mass_min"] < record["actor/distillation/teacher_mass"] < 1
+        assert total == pytest.approx(record["actor/loss"], rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.engine
 def test_a_failure_shows_its_cause(tmp_path):
     reward = tmp_path / "reward.py"

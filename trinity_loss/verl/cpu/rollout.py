@@ -11,13 +11,15 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from verl.workers.config import DistillationTeacherModelConfig
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 NAME = "transformers"
 """What ``actor_rollout_ref.rollout.name`` has to be."""
@@ -95,6 +97,8 @@ class TransformersServer:
             )
         if self.rejects:
             return self._aborted()
+        if sampling_params.get("prompt_logprobs") is not None:
+            return await asyncio.to_thread(self._judge, prompt_ids, sampling_params["prompt_logprobs"])
         prompt = tuple(prompt_ids)
         temperature = float(sampling_params.get("temperature", 1.0))
         request = Request(
@@ -177,6 +181,21 @@ class TransformersServer:
         log_probs = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return [self._output(*row) for row in zip(tokens.tolist(), log_probs.tolist(), strict=True)]
 
+    @torch.inference_mode()
+    def _judge(self, ids: list[int], top_k: int) -> TokenOutput:
+        """What a teacher is asked for: at each place the log-prob of the token after it, or the ``top_k`` likely ones.
+
+        The last place, which no token follows, holds zeros, as of verl's servers.
+        """
+        log_probs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.topk(top_k).indices if top_k else torch.tensor(ids[1:])[:, None]
+        nothing = [0] * max(top_k, 1)
+        told = {
+            "prompt_ids": [*chosen.tolist(), nothing],
+            "prompt_logprobs": [*log_probs.gather(-1, chosen).tolist(), [0.0 for _ in nothing]],
+        }
+        return TokenOutput(token_ids=[], log_probs=[], stop_reason="completed", num_preempted=0, extra_fields=told)
+
     def _output(self, tokens: list[int], log_probs: list[float]) -> TokenOutput:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
         return TokenOutput(
@@ -211,12 +230,27 @@ def _server_name(replica_rank: int) -> str:
     return f"{NAME}_server_{replica_rank}"
 
 
+@dataclass
+class TeacherModelConfig(DistillationTeacherModelConfig):
+    """A teacher on this server, which can be asked for the likely tokens; verl knows that of its own servers only."""
+
+    def _validate_topk_logprobs(self, use_topk: bool, topk: int | None) -> None:
+        """Any number will do."""
+
+
 class TransformersReplica(RolloutReplica):
     """The driver's side: starts a server."""
+
+    async def init_colocated(self, resource_pool: Any) -> None:
+        """Start a teacher's server alone: no rank hands weights to it."""
+        self.rollout_mode, self.resource_pool = RolloutMode.COLOCATED, resource_pool
+        await self.launch_servers()
 
     async def launch_servers(self) -> None:
         """Start this replica's server and wait until its model stands."""
         name = _server_name(self.replica_rank)
+        if self.is_teacher_model:
+            name = f"{name}_teacher{self.name_suffix}"
         actor_class: Any = ray.remote(TransformersServer)
         server = actor_class.options(name=name, num_cpus=0, max_concurrency=self.max_concurrency).remote(
             model_path=self.model_config.path,
