@@ -291,12 +291,15 @@ def test_a_wrong_call_is_one_line(call, tmp_path, monkeypatch, arguments, says):
 
 
 def test_several_losses_a_line_each(call):
-    code, out, _ = call("verify", "--loss", "verl:vanilla", "--loss", "verl:geo_mean", "--loss", "ours")
+    """Four or more are judged in two processes."""
+    names = ("verl:vanilla", "verl:geo_mean", "ours", "ours:gspo")
+    code, out, _ = call("verify", *(word for name in names for word in ("--loss", name)), *FEW)
     assert code == 1
     assert re.search(r"verl:vanilla token-mean +ok", out)
     assert re.search(r"verl:geo_mean token-mean +NOT INVARIANT .*local mean", out)
     assert re.search(r"ours:vanilla token-mean +ok", out)
-    assert "3 losses, 1 not invariant" in out
+    assert re.search(r"ours:gspo token-mean +ok", out)
+    assert "4 losses, 1 not invariant" in out
 
 
 def test_trinity_rft_as_measured():

@@ -5,6 +5,7 @@ AReaL 1.0.4 ``FSDPEngine._compute_logprobs_and_loss``; NeMo-RL ``automodel_forwa
 ``GRPOTrainer._compute_loss``; prime-rl ``compute_loss`` and what its trainer does with the gradients.
 """
 
+import pickle
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -341,3 +342,9 @@ def test_every_contract_says_how_it_calls_and_adds():
         assert contract.takes
         assert contract.adds
         assert contract_of(contract.name) is contract
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_contract_goes_from_process_to_process(name):
+    """``--loss ours:all`` judges in two."""
+    assert pickle.loads(pickle.dumps(CONTRACTS[name])) is CONTRACTS[name]

@@ -80,6 +80,10 @@ class Contract:
         """What to change in a loss where that was found; None where there is no general answer."""
         return self.changes.get(finding, _CHANGES.get(finding))
 
+    def __reduce__(self) -> tuple[Callable[[str], Contract], tuple[str]]:
+        # A report goes from one process to another, and these functions have no names.
+        return contract_of, (self.name,)
+
 
 class Played:
     """A loss of another framework as one of verl's engine contract.
