@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trinity_loss.verl.harness.engine_case import EngineCase, load
@@ -78,6 +80,10 @@ def digest(worker: Any) -> str:
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 add(value[key])
+        elif isinstance(value, np.ndarray):
+            content.update(value.tobytes())
+        elif isinstance(value, torch.Generator):
+            add(value.get_state())
         elif isinstance(value, list | tuple):
             for item in value:
                 add(item)
@@ -91,7 +97,10 @@ def digest(worker: Any) -> str:
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     add([getattr(optimizer, "optimizer", optimizer).state_dict() for optimizer in optimizers])
     add(engine.lr_scheduler.state_dict())
-    add(torch.get_rng_state())
+    add([torch.get_rng_state(), random.getstate(), np.random.get_state()])
+    parallel = sys.modules.get("megatron.core.tensor_parallel.random")
+    add(parallel.get_cuda_rng_tracker().get_states() if parallel else {})
+    add(worker.profiled)
     return content.hexdigest()
 
 
@@ -140,6 +149,9 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
         worker = harness.build(run.case, model)
         torch.manual_seed(1)
         worker.reset()
+        worker.profiled, worker.profiler.step = [], lambda worker=worker: worker.profiled.append(1)
+        random.seed(2)
+        np.random.seed(3)
         fault.plant(worker)
         size, rank = worker.engine.get_data_parallel_size(), worker.engine.get_data_parallel_rank()
         worker.set_loss_fn(trinity_loss_fn(run.trinity) if run.trinity else load(run.case.loss))
@@ -319,6 +331,8 @@ def _fsdp1(config: Any) -> None:
 def _offload(config: Any) -> None:
     object.__setattr__(config.engine_config, "param_offload", True)
     object.__setattr__(config.engine_config, "optimizer_offload", True)
+    if config.engine_config.strategy == "megatron":
+        object.__setattr__(config.engine_config, "grad_offload", True)
 
 
 def _little_memory(worker: Any) -> None:

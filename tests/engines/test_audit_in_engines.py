@@ -72,14 +72,14 @@ MEGATRON = {
     "no num_micro_batch": (AuditRun(ONE, "no num_micro_batch"), "engine", "divides by the number of micro-batches"),
     "router": (AuditRun(ONE, "router loss"), "engine", "without the auxiliary loss of the router it is not"),
 }
-#: With and without an audit, in pairs.
-PAIRS = {
-    "fsdp": (AuditRun(TWO, audited=(1, 3), **TRAINED), AuditRun(TWO, audited=(), **TRAINED)),
+#: Each with and without an audit.
+SAME = {
+    "fsdp": (AuditRun(TWO, **TRAINED), AuditRun(TWO, "offload", **TRAINED), AuditRun(TWO, "fsdp1", **TRAINED)),
     "megatron": (
-        AuditRun(replace(TWO, distributed_optimizer=True), audited=(1, 3), **TRAINED),
-        AuditRun(replace(TWO, distributed_optimizer=True), audited=(), **TRAINED),
-        AuditRun(replace(TWO, pipeline=2), "expert bias", audited=(1, 3), **TRAINED),
-        AuditRun(replace(TWO, pipeline=2), "expert bias", audited=(), **TRAINED),
+        AuditRun(replace(TWO, distributed_optimizer=True), **TRAINED),
+        AuditRun(replace(TWO, distributed_optimizer=True), "offload", **TRAINED),
+        AuditRun(replace(TWO, pipeline=2), "expert bias", **TRAINED),
+        AuditRun(replace(TWO, tensor=2), **TRAINED),
     ),
 }
 
@@ -148,10 +148,11 @@ def test_what_cannot_be_made_is_left_out(fsdp, megatron):
     assert left_out(megatron["faultless, virtual pipeline"])["twice"].startswith("AssertionError: micro_batches")
 
 
-@pytest.mark.parametrize("engine", PAIRS)
+@pytest.mark.parametrize("engine", SAME)
 def test_an_audit_changes_nothing(engine):
-    """Weights, optimizer, scheduler, buffers, random states, and every number of every step have the same bits."""
-    results = audit_all(engine, list(PAIRS[engine]))
+    """Weights, optimizer, scheduler, buffers, random states, profiler and all numbers of all steps: the same bits."""
+    pairs = [replace(run, audited=steps) for run in SAME[engine] for steps in ((1, 3), ())]
+    results = audit_all(engine, pairs)
     for audited, plain in zip(results[::2], results[1::2], strict=True):
         assert sorted(audited.reports) == [1, 3]
         assert audited.state == plain.state
