@@ -1,6 +1,7 @@
 """Audits planted faults in verl's real engines: prints the table of docs/results.md, and draws docs/images/audit.png.
 
-python docs/audit_table.py
+python docs/audit_table.py               # all of them, and the figure
+python docs/audit_table.py leak capacity # some, by their names
 """
 
 import sys
@@ -53,20 +54,23 @@ NAMES = {
 SHOWN = {"faultless": "ours", "geo_mean": "verl's geo_mean", "leak": "leaking attention", "router": "router's loss"}
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
+    """Audits the runs of these names, or all of them and draws the figure."""
     shown = {}
-    print("| run | verdict | in words |\n|---|---|---|")
+    print("| run | its name | verdict | in words |\n|---|---|---|---|")
     for engine, named in (("fsdp", FSDP), ("megatron", MEGATRON)):
-        results = audit_all(engine, [run for run, _, _ in named.values()])
-        for name, result in zip(named, results, strict=True):
+        names = [name for name in named if not chosen or name in chosen]
+        results = audit_all(engine, [named[name][0] for name in names]) if names else []
+        for name, result in zip(names, results, strict=True):
             report = AuditReport(result.reports[1])
             engine_name = {"fsdp": "FSDP2", "megatron": "Megatron"}[engine]
-            print(f"| {NAMES[name].format(engine_name)} | {report.verdict} | {report.sentence} |")
+            print(f"| {NAMES[name].format(engine_name)} | `{name}` | {report.verdict} | {report.sentence} |")
             if name in SHOWN:
                 titled = report.found | {"title": f"{SHOWN[name]}: {report.verdict}"}
                 shown[name] = AuditReport(titled)
-    plot_audits([shown[name] for name in SHOWN], str(DOCS / "images" / "audit.png"))
+    if not chosen:
+        plot_audits([shown[name] for name in SHOWN], str(DOCS / "images" / "audit.png"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,20 +2,27 @@
 
 import json
 import math
+import re
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trinity_loss import cli
 from trinity_loss.errors import ConfigError
-from trinity_loss.invariance.audit_report import AuditReport, draws_random, load_audit
+from trinity_loss.invariance.audit_report import AuditReport, draws_random, explain, load_audit
 from trinity_loss.invariance.audit_verdict import judge
 from trinity_loss.trinity_audit import Audits
 
 verl_policy_options = pytest.importorskip("trinity_loss.verl.policy_options")
+from trinity_loss.verl.audit_passes import shape_of  # noqa: E402
+from trinity_loss.verl.audit_room import free_host_memory  # noqa: E402
 from trinity_loss.verl.audit_settings import AuditSettings  # noqa: E402
 from trinity_loss.verl.gradients import Comparison, joined, parameter_group  # noqa: E402
+from trinity_loss.verl.kept_state import as_it_was  # noqa: E402
 
 
 def call(capsys, *arguments: str) -> tuple[int, str]:
@@ -207,6 +214,29 @@ def test_a_report_is_printed_written_and_read_again(tmp_path, capsys):
     assert json.loads(call(capsys, "audit", str(path), "--json")[1]) == report.found
 
 
+def test_a_report_names_no_folder_and_no_machine(tmp_path):
+    """Whatever a loss is called by, an engine is told, or an error says."""
+
+    @dataclass
+    class Engine:
+        strategy: str = "fsdp2"
+        override_transformer_config: dict = field(
+            default_factory=lambda: {"recompute": Path("/scratch/me/x.json"), "dtype": torch.float32}
+        )
+
+    host = socket.gethostname()
+    found = findings(SAME, loss="Loss(file='/home/me/loss.py')", left_out=[["half", f"gloo: {host} [10.1.2.3]:2950"]])
+    report = explain(found, lambda **_: None, [], [], Engine())
+    report.write(tmp_path)
+    for text in (report.markdown(), str(report), (tmp_path / "audit-step-1.json").read_text()):
+        assert not re.search(r"home|scratch|10\.1|2950", text)
+        assert not re.search(rf"\b{re.escape(host)}\b", text)
+    assert "`Loss(file='loss.py')`" in report.markdown()
+    assert "gloo: HOST [HOST]" in report.markdown()
+    assert "{'recompute': 'x.json', 'dtype': 'torch.float32'}" in report.markdown()
+    assert "gradient ×" in report.markdown()
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": 2, "runs": [1]}', '{"format": 1, "runs": []}'])
 def test_what_is_no_report_is_refused(content, tmp_path, capsys):
     path = tmp_path / "file.json"
@@ -260,6 +290,30 @@ def test_a_wrong_configuration_is_refused(field, value, words):
     with pytest.raises(ConfigError, match=words) as error:
         verl_policy_options.PolicyLossOptions(**{**needed, field: value})
     assert f"policy_loss.{field}" in str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_has_less_memory_than_its_host(version, tmp_path):
+    host = free_host_memory(tmp_path)
+    assert host > 2**20
+    prefix = "" if version == 2 else "memory/"
+    names = ["max", "current"] if version == 2 else ["limit_in_bytes", "usage_in_bytes"]
+    (tmp_path / "memory").mkdir()
+    (tmp_path / f"{prefix}memory.{names[0]}").write_text("1000\n")
+    (tmp_path / f"{prefix}memory.{names[1]}").write_text("700\n")
+    (tmp_path / f"{prefix}memory.stat").write_text(f"anon 5\n{'' if version == 2 else 'total_'}inactive_file 50\n")
+    assert free_host_memory(tmp_path) == 350
+    (tmp_path / f"{prefix}memory.{names[0]}").write_text("max\n")
+    assert free_host_memory(tmp_path) > 2**20
+
+
+def test_what_cannot_be_put_back_or_compared_is_refused():
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1), tf_config=SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"))
+    with pytest.raises(NotImplementedError, match="fp8_recipe=delayed"), as_it_was(engine):
+        pass
+    worker = SimpleNamespace(engine_config=SimpleNamespace(dynamic_context_parallel=True))
+    with pytest.raises(NotImplementedError, match="dynamic_context_parallel"):
+        shape_of(None, worker)
 
 
 def test_what_a_run_will_not_audit_is_said(tmp_path):

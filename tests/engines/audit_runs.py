@@ -338,19 +338,19 @@ def _offload(config: Any) -> None:
 def _little_memory(worker: Any) -> None:
     from trinity_loss.verl import audit
 
-    audit.psutil = type("psutil", (), {"virtual_memory": lambda: type("memory", (), {"available": 1000})})
+    audit.free_host_memory = lambda: 1000
 
 
 def _full_device(worker: Any) -> None:
     """On one rank, what the first pass took is there once more and no oftener."""
-    from trinity_loss.verl import audit_passes
+    from trinity_loss.verl import audit_room
 
     if worker.rank == 1:
         gib = 2**30
         numbers = {"memory_allocated": gib, "max_memory_allocated": 3 * gib, "memory_reserved": 3 * gib}
         device = {name: lambda number=number: number for name, number in numbers.items()}
         device["mem_get_info"] = lambda: (gib, 80 * gib)
-        audit_passes.get_torch_device = lambda: type("device", (), {n: staticmethod(f) for n, f in device.items()})
+        audit_room.get_torch_device = lambda: type("device", (), {n: staticmethod(f) for n, f in device.items()})
 
 
 def _one_rank_fails(path: str, when: Callable[..., bool] = lambda *args: True) -> Callable[[Any], None]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trinity_loss.invariance.audit_report import load_audit
+
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -57,3 +59,19 @@ def test_what_cannot_be_exact_is_refused_before_anything_starts(tmp_path):
     assert run.returncode == 1
     assert "buffer.train_batch_size is 6 on 2 data-parallel ranks, which takes pairs of DPO apart" in run.stdout
     assert "init_model" not in (tmp_path / "dpo-adapter-4" / "output.log").read_text()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_its_run_is_audited(tmp_path, algorithm, monkeypatch):
+    monkeypatch.setenv("TRINITY_LOSS_AUDIT_STEPS", "1,2")
+    monkeypatch.setenv("TRINITY_LOSS_AUDIT_DIR", str(tmp_path / "audits"))
+    run = trinity_rft(tmp_path, "--losses", "adapter", "--algorithm", algorithm, "--micro-batches", "4")
+    assert run.returncode == 0, run.stdout + run.stderr
+    log = (tmp_path / f"{algorithm}-adapter-4" / "output.log").read_text()
+    for step in (1, 2):
+        report = load_audit(tmp_path / "audits" / f"audit-step-{step}.json")
+        assert report.verdict == "faultless", str(report)
+        assert report.found["replay"]["ok"]
+        assert "ScaledTrinityPolicyLoss" in report.found["loss"]
+        assert f"audit of step {step}: FAULTLESS" in log
+    assert log.count("'actor/audit/fault': 0") == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ from trinity_loss.invariance.audit_verdict import VERDICTS, apart, cuts_of, judg
 from trinity_loss.invariance.check import check_invariance
 from trinity_loss.invariance.recorded import join_ranks
 from trinity_loss.tables import plain_table
+from trinity_loss.verl.agreement import without_places
 
 _PACKAGES = (
     "trinity-loss",
@@ -227,7 +228,16 @@ def explain(
     found["replay"] = _replay(loss_fn, parts)
     found["random"] = draws_random(modules)
     found["verdict"], found["sentence"] = judge(found)
-    return AuditReport(found)
+    return AuditReport(_without_places(found))
+
+
+def _without_places(value: Any) -> Any:
+    """Plain data whose texts name no folder and no machine."""
+    if isinstance(value, Mapping):
+        return {name: _without_places(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_places(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float) else without_places(str(value))
 
 
 def draws_random(modules: Iterable[nn.Module]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -66,11 +67,23 @@ class Agreement:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line, without the folders of this machine.
+    """An error in one line that names no place.
 
     Example:
         >>> said(ValueError("no room at /home/me/file.py"))
         'ValueError: no room at file.py'
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"(/[\w.\-]+)+/", "", text)[:200]
+    return without_places(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+
+
+def without_places(text: str) -> str:
+    """A text without folders, addresses and the name of this machine.
+
+    Example:
+        >>> without_places("peer [10.0.0.7]:29500 left, see /scratch/me/run.log (verl 0.9.1)")
+        'peer [HOST] left, see run.log (verl 0.9.1)'
+    """
+    text = re.sub(r"(?<![\w.:)\]])/(?:[\w.\-+@]+/)*(?=[\w.])", "", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(\]?):\d+", r"HOST\1", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "HOST", text)
+    return re.sub(rf"(?<![\w.\-]){re.escape(socket.gethostname())}(?![\w\-])", "HOST", text)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -30,7 +28,9 @@ from verl.utils.metric import Metric, reduce_metrics
 
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.verl.agreement import Agreement, StageFailed, said
-from trinity_loss.verl.audit_passes import Pass, check_room, plan, shape_of
+from trinity_loss.verl.audit_experiments import error_of, experiment
+from trinity_loss.verl.audit_passes import Pass, plan, shape_of
+from trinity_loss.verl.audit_room import check_room, free_host_memory
 from trinity_loss.verl.audit_settings import AuditSettings
 from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares, joined
 from trinity_loss.verl.kept_state import as_it_was, modules_of
@@ -146,7 +146,7 @@ class _Audit:
         """Kinds of parameters of this rank; bytes of its gradient's copy, ranks that share its host, free bytes."""
         here = int(getattr(get_torch_device(), "device_count", lambda: 1)() or 1)
         needed = sum(share.elements for share in self.shares) * 4
-        memory = (needed, here, psutil.virtual_memory().available)
+        memory = (needed, here, free_host_memory())
         return sorted({share.group for share in self.shares}), memory, shape_of(self.data, self.worker)
 
     def _check_memory(self, everyone: Sequence[tuple[int, int, int]]) -> int:
@@ -226,8 +226,8 @@ class _Audit:
         again = replace(self.first, name=_RECOVERY)
         for _ in range(3 if self.runs else 0):
             if self._pass(again):
-                off = _error(self.runs.pop(), "all")
-                noise = max((_error(run, "all") for run in self.runs if run["name"] == "repeat"), default=0.0)
+                off = error_of(self.runs.pop(), "all")
+                noise = max((error_of(run, "all") for run in self.runs if run["name"] == "repeat"), default=0.0)
                 if off <= max(self.tolerance, 3 * noise):
                     return
             else:
@@ -280,30 +280,17 @@ class _Audit:
 
     def _experiment(self) -> None:
         """Passes that are made only where the others differ, to tell why."""
-        repeated = next((run for run in self.runs if run["name"] == "repeat"), None)
-        if repeated is not None and _error(repeated, "log_probs") > self.tolerance:
-            self._pass(Pass("same random numbers", self.first.dynamic, self.first.size))
-            return
-        far = max(self.runs, key=lambda run: _error(run, "log_probs"))
-        if _error(far, "log_probs") > self.tolerance / 10:
-            self._without("expert capacity", {"moe_expert_capacity_factor": None}, far)
-            return
-        far = max(self.runs, key=lambda run: _error(run, "all"))
-        if _error(far, "all") > self.tolerance:
-            self._without("router loss", {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}, far)
-
-    def _without(self, what: str, options: Mapping[str, Any], far: dict[str, Any]) -> None:
-        """The first pass and the one that is far off again, without something that Megatron's model is asked for."""
         transformer = getattr(self.engine, "tf_config", None)
-        here = {name: getattr(transformer, name, None) for name in options}
-        asked = {name: value for name, value in here.items() if value is not None and np.any(value)}
-        if not any(self.ranks.each(lambda: bool(asked))):
+        # The stages of a pipeline have their own; where one is asked for something, all make the passes.
+        everyone = self.ranks.each(lambda: experiment(self.runs, self.first, self.tolerance, transformer))
+        tried = next((one for one in everyone if one is not None), None)
+        if tried is None:
             return
-        again = Pass(f"{far['name']}, no {what}", far["dynamic"], far["size"], far["name"] == "reverse")
-        with _options(transformer, {name: _like(value, options[name]) for name, value in asked.items()}):
-            self.reference = None
-            if self._pass(Pass(f"no {what}", self.first.dynamic, self.first.size)):
-                self._pass(again, against=f"no {what}")
+        with tried.made_with(transformer):
+            if tried.second is not None:
+                self.reference = None
+            if self._pass(tried.first) and tried.second is not None:
+                self._pass(tried.second, against=tried.first.name)
 
     def _report(self, started: float, needed: int) -> dict[str, float]:
         """Has rank 0 explain, print and write; the metrics on every rank."""
@@ -334,7 +321,7 @@ class _Audit:
             print(report, flush=True)
             try:
                 report.write(self.settings.folder)
-            except OSError as error:  # It is in the log.
+            except Exception as error:  # It is in the log.
                 warnings.warn(f"audit of step {self.step} is not written: {said(error)}", stacklevel=2)
             return report.metrics()
 
@@ -344,22 +331,6 @@ class _Audit:
 
 _RECOVERY = "as configured, after an error"
 _TOKENS = ("log_probs", "entropy", "loss gradient", "first in a row", "behind others")
-
-
-@contextmanager
-def _options(target: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(target, name) for name in options}
-    try:
-        for name, value in options.items():
-            setattr(target, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
-def _like(value: Any, other: Any) -> Any:
-    return [other] * len(value) if isinstance(value, Sequence) else other
 
 
 def _flat(value: Any) -> Any:
@@ -372,8 +343,3 @@ def _flat(value: Any) -> Any:
 def _plain(distances: dict[str, Distance], scale: float = 1.0) -> dict[str, dict[str, float]]:
     """As plain data, of vectors that are ``scale`` times too long."""
     return {name: asdict(found) | {"norm": found.norm / scale} for name, found in distances.items()}
-
-
-def _error(run: dict[str, Any], name: str) -> float:
-    found = run["gradient" if name == "all" else "tokens"].get(name)
-    return 0.0 if found is None else math.inf if math.isnan(found["error"]) else found["error"]

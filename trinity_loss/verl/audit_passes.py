@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_torch_device
 
 _SINGLE_ROWS = 16  # One row at a time only up to so many rows per rank.
 
@@ -57,8 +56,14 @@ def rows_together(data: TensorDict) -> int:
 
 
 def shape_of(data: TensorDict, worker: Any) -> tuple[int, int, int]:
-    """Of this rank's rows: how many (or groups of them, where no cut may part these), tokens of the longest, of all."""
+    """Of this rank's rows: how many (or groups of them, where no cut may part these), tokens of the longest, of all.
+
+    Raises:
+        NotImplementedError: Rows do not stay on their rank.
+    """
     config = worker.engine_config
+    if getattr(config, "dynamic_context_parallel", False):
+        raise NotImplementedError("with dynamic_context_parallel the rows of a rank are others in every cut")
     # Ranks that share a sequence have a budget together.
     shared = getattr(config, "ulysses_sequence_parallel_size", 1) * getattr(config, "context_parallel_size", 1)
     lengths = data["input_ids"].offsets().diff()
@@ -103,19 +108,3 @@ def plan(
     }
     left_out = [(name, str(why)) for name in names if (why := impossible.get(name))]
     return Pass("as configured", dynamic, size), [passes[n] for n in names if not impossible.get(n)], left_out
-
-
-def check_room(one: Pass) -> None:
-    """Whether this rank's device has room for a pass with more rows at once than any before.
-
-    Raises:
-        MemoryError: The most that was in use beside what stays, taken as often as there are more rows, does not fit.
-    """
-    if one.growth <= 1:
-        return
-    device = get_torch_device()
-    free, total = device.mem_get_info()
-    held, highest = device.memory_allocated(), device.max_memory_allocated()
-    needed, there = held + one.growth * (highest - held), 0.9 * min(total, free + device.memory_reserved())
-    if needed > there:
-        raise MemoryError(f"it takes {needed / 2**30:.1f} GiB of a device that has {there / 2**30:.1f} for it")
