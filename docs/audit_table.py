@@ -64,7 +64,8 @@ def main(chosen: list[str]) -> None:
         for name, result in zip(names, results, strict=True):
             report = AuditReport(result.reports[1])
             engine_name = {"fsdp": "FSDP2", "megatron": "Megatron"}[engine]
-            print(f"| {NAMES[name].format(engine_name)} | `{name}` | {report.verdict} | {report.sentence} |")
+            words = report.sentence.removeprefix(f"the {report.verdict}: ")
+            print(f"| {NAMES[name].format(engine_name)} | `{name}` | {report.verdict} | {words} |")
             if name in SHOWN:
                 titled = report.found | {"title": f"{SHOWN[name]}: {report.verdict}"}
                 shown[name] = AuditReport(titled)
