@@ -8,10 +8,11 @@ import pytest
 import torch
 from batches import assert_equals_oracle, build, cut, make_sequences, poisoned, run, sequence
 from forms import LAYOUTS, Form, make_leaves
-from oracle import MODES, evaluate
+from oracle import MODES, evaluate, kl_estimate
 from ours import check, in_mode, run_ours
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
+from trinity_loss.kl import KL_TYPES, kl_penalty
 
 CLIP = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.6}
 REC = {
@@ -418,3 +419,16 @@ def test_a_clipped_token_that_overflows_pulls_with_nothing():
     got = run(EnginePolicyLoss(LossConfig()), cut((one,)), "nested", with_entropy=False, dtype=torch.float32)
     assert got.loss == pytest.approx(-1.2e30)
     assert got.log_prob_grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_kl_estimators_within_and_beyond_their_limits(kind):
+    """An estimate that its limit holds back pulls with nothing, at either end and at either limit."""
+    gaps = [-25.0, -20.5, -19.0, -3.0, -2.6, -2.4, -0.5, 0.0, 0.5, 2.0, 9.0, 10.5, 11.5, 19.0, 25.0]
+    for gap in gaps:
+        log_prob = torch.tensor(-1.0 + gap, dtype=torch.float64, requires_grad=True)
+        expected = kl_estimate(log_prob, -1.0, kind) + 0 * log_prob  # held back it has no graph
+        (slope,) = torch.autograd.grad(expected, log_prob)
+        value, derivative = kl_penalty(log_prob.detach(), torch.tensor(-1.0, dtype=torch.float64), kind)
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(derivative, slope, rtol=1e-10, atol=1e-10)
