@@ -330,9 +330,10 @@ def test_12_a_masked_position_may_hold_anything(mode, layout):
 
 @every_layout
 @pytest.mark.parametrize("kind", ["low_var_kl", "k3"])
-def test_13_kl_is_clamped_without_nan(kind, layout):
-    """Log-prob -100 against -1: the value is 10, the gradient 0."""
-    samples = tuple(sequence(n, log_probs=-100.0, ref_log_prob=-1.0) for n in (1, 3))
+@pytest.mark.parametrize("log_prob", [-100.0, -6.0])
+def test_13_kl_is_clamped_without_nan(log_prob, kind, layout):
+    """Log-prob -100 or -6 against -1: beyond both limits or that of the value alone, it is 10, the gradient 0."""
+    samples = tuple(sequence(n, log_probs=log_prob, ref_log_prob=-1.0) for n in (1, 3))
     settings = in_mode("token-mean", use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind)
     got = run_ours(settings, pieces(samples), layout)
     assert (got.loss, got.metrics["kl_loss"]) == ALIKE((10.0, 10.0))
