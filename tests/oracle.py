@@ -680,15 +680,25 @@ def importance_metrics(
     upper: float = 2.0,
     lower: float = 0.5,
     guard: float = 0.0,
+    trajectories: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
     """verl's rollout-correction metrics over the valid tokens of each sequence; empty ones are not there.
 
     ``level`` says what a weight is: the ratio of a token, of a whole sequence (the product of its tokens'),
     or the geometric mean of a sequence's. The last two give every token of a sequence the same weight, and
     what is a mean over weights stays a mean over tokens, as in verl. Weights are truncated at ``upper``;
-    ``lower`` only counts. ``guard`` is what verl adds to denominators.
+    ``lower`` only counts. ``guard`` is what verl adds to denominators. With ``trajectories``, one per sequence, each of them
+    weighs once in a mean over sequences, and a sequence in it as its tokens.
     """
     kept = [(o, r) for o, r in zip(old, rollout, strict=True) if o]
+    shares = [1.0] * len(kept)
+    if trajectories is not None:
+        named = [(name, len(o)) for name, o in zip(trajectories, old, strict=True) if o]
+        shares = [size / sum(other for its, other in named if its == name) for name, size in named]
+
+    def over_sequences(values: list[float]) -> float:
+        return sum(v * share for v, share in zip(values, shares, strict=True)) / sum(shares)
+
     if not kept:
         return {}
     token_log_ratios = [[x - y for x, y in zip(o, r, strict=True)] for o, r in kept]
@@ -710,38 +720,38 @@ def importance_metrics(
         of_sequence = [row[0] for row in log_ratios]
         out["rollout_is_max"] = math.exp(min(max(of_sequence), 20.0))
         out["rollout_is_min"] = math.exp(min(of_sequence))
-        out["rollout_is_ratio_fraction_high"] = mean([float(x > math.log(upper)) for x in of_sequence])
-        out["rollout_is_ratio_fraction_low"] = mean([float(x < math.log(lower)) for x in of_sequence])
+        out["rollout_is_ratio_fraction_high"] = over_sequences([float(x > math.log(upper)) for x in of_sequence])
+        out["rollout_is_ratio_fraction_low"] = over_sequences([float(x < math.log(lower)) for x in of_sequence])
     centre, square = mean(flat, guard), mean([w * w for w in flat], guard)
     out["rollout_is_std"] = math.sqrt(max(square - centre * centre, 0.0)) if len(flat) > 1 else 0.0
     out["rollout_is_eff_sample_size"] = 1 / mean([(w / (centre + guard)) ** 2 for w in flat], guard)
 
     per_sequence = [mean(row, guard) for row in applied]
     raw_per_sequence = [mean(row, guard) for row in raw]
-    middle = mean(per_sequence)
-    spread = sum((w - middle) ** 2 for w in per_sequence)
+    middle, count = over_sequences(per_sequence), round(sum(shares))
+    spread = sum((w - middle) ** 2 * share for w, share in zip(per_sequence, shares, strict=True))
     out["rollout_is_seq_mean"] = middle
-    out["rollout_is_seq_std"] = math.sqrt(spread / (len(per_sequence) - 1)) if len(per_sequence) > 1 else 0.0
+    out["rollout_is_seq_std"] = math.sqrt(spread / (count - 1)) if count > 1 else 0.0
     out["rollout_is_seq_max"], out["rollout_is_seq_min"] = max(per_sequence), min(per_sequence)
     out["rollout_is_seq_max_deviation"] = max(abs(w - 1) for w in per_sequence)
-    out["rollout_is_seq_fraction_high"] = mean([float(w > upper) for w in raw_per_sequence])
-    out["rollout_is_seq_fraction_low"] = mean([float(w < lower) for w in raw_per_sequence])
+    out["rollout_is_seq_fraction_high"] = over_sequences([float(w > upper) for w in raw_per_sequence])
+    out["rollout_is_seq_fraction_low"] = over_sequences([float(w < lower) for w in raw_per_sequence])
 
     trained = [mean(o, guard) for o, _ in kept]
     sampled = [mean(r, guard) for _, r in kept]
     gaps = [s - t for s, t in zip(sampled, trained, strict=True)]
     flat_log_ratios = [x for row in token_log_ratios for x in row]
-    out["training_ppl"] = mean([math.exp(-x) for x in trained])
-    out["training_log_ppl"] = mean([-x for x in trained])
-    out["rollout_ppl"] = mean([math.exp(-x) for x in sampled])
-    out["rollout_log_ppl"] = mean([-x for x in sampled])
+    out["training_ppl"] = over_sequences([math.exp(-x) for x in trained])
+    out["training_log_ppl"] = over_sequences([-x for x in trained])
+    out["rollout_ppl"] = over_sequences([math.exp(-x) for x in sampled])
+    out["rollout_log_ppl"] = over_sequences([-x for x in sampled])
     out["kl"] = mean([-x for x in flat_log_ratios], guard)
     out["k3_kl"] = mean([math.exp(x) - x - 1 for x in flat_log_ratios], guard)
-    out["log_ppl_diff"] = mean(gaps)
-    out["log_ppl_abs_diff"] = mean([abs(g) for g in gaps])
+    out["log_ppl_diff"] = over_sequences(gaps)
+    out["log_ppl_abs_diff"] = over_sequences([abs(g) for g in gaps])
     out["log_ppl_diff_max"], out["log_ppl_diff_min"] = max(gaps), min(gaps)
-    out["ppl_ratio"] = mean([math.exp(g) for g in gaps])
+    out["ppl_ratio"] = over_sequences([math.exp(g) for g in gaps])
     out["chi2_token"] = mean([math.exp(min(max(x, -20.0), 20.0)) ** 2 for x in flat_log_ratios], guard) - 1
     sums = [min(max(sum(row), -20.0), 20.0) for row in token_log_ratios]
-    out["chi2_seq"] = mean([math.exp(2 * x) for x in sums]) - 1
+    out["chi2_seq"] = over_sequences([math.exp(2 * x) for x in sums]) - 1
     return out

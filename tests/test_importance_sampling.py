@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from batches import cut, make_sequences, poisoned
+from batches import cut, make_sequences, poisoned, sequence
 from forms import LAYOUTS
 from oracle import importance_metrics
 from ours import run_ours
@@ -109,6 +109,33 @@ def test_of_a_cut_mini_batch(layout, level):
         for key, number in right.items():
             assert got[f"rollout_corr/{key}"] == pytest.approx(number, rel=1e-9, abs=1e-11), key
         assert not [key for key in got if "moments" in key]
+
+
+@every_level
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trajectory_weighs_once_in_a_mean_over_sequences(layout, level):
+    settings = {"loss_agg_mode": "trajectory-mean", "rollout_metrics": level}
+    old, rollout = ([s.valid(getattr(s, name)) for s in SAMPLES] for name in ("old_log_probs", "rollout_log_probs"))
+    right = importance_metrics(old, rollout, level=level, trajectories=[s.trajectory for s in SAMPLES])
+    assert abs(right["training_log_ppl"] / expected(level)["training_log_ppl"] - 1) > 1e-3
+    for micro, ranks, how in ((1, 1, "even"), (4, 1, "uneven"), (2, 4, "dynamic")):
+        got = run_ours(settings, cut(SAMPLES, micro, ranks, how), layout).metrics
+        for key, number in right.items():
+            assert got[f"rollout_corr/{key}"] == pytest.approx(number, rel=1e-9, abs=1e-11), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_a_trajectory_is_split_changes_no_linear_metric(layout):
+    whole = sequence(4, old_log_probs=[-1.0, -2.0, -0.5, -3.0], rollout_log_probs=[-1.1, -1.5, -0.5, -2.0])
+    halves = [
+        sequence(size, **{name: list(getattr(whole, name)[part]) for name in ("old_log_probs", "rollout_log_probs")})
+        for size, part in ((1, slice(1)), (3, slice(1, None)))
+    ]
+    other = sequence(2, uid="other", old_log_probs=-1.0, rollout_log_probs=-0.7)
+    settings = {"loss_agg_mode": "trajectory-mean", "rollout_metrics": "token"}
+    one, two = (run_ours(settings, cut(samples, 2), layout).metrics for samples in ((whole, other), (*halves, other)))
+    for key in ("training_log_ppl", "rollout_log_ppl", "log_ppl_diff", "rollout_is_seq_mean"):
+        assert two[f"rollout_corr/{key}"] == pytest.approx(one[f"rollout_corr/{key}"], rel=1e-12), key
 
 
 def test_of_a_micro_batch_by_itself():

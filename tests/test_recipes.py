@@ -38,6 +38,9 @@ LOSSES = {
         ),
     ),
     "cpu_prompt_mean": LossConfig(**PPO, **KL, entropy_coeff=0.001, loss_agg_mode="prompt-mean"),
+    "cpu_trajectories": LossConfig(
+        **PPO, **KL, entropy_coeff=0.001, loss_agg_mode="trajectory-mean", count_padding_rows=False
+    ),
 }
 ON_GPUS = [name for name in LOSSES if not name.startswith("cpu_")]
 SCALES = {name: "cpu_megatron" if name == "megatron_grpo" else "cpu" for name in ON_GPUS}

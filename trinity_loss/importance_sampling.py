@@ -55,7 +55,7 @@ def add_weight_metrics(
         prefix: What the keys begin with.
     """
     tokens, weights = log_ratio.tokens, log_ratio.token_weights
-    nonempty = log_ratio.nonempty
+    nonempty, of_sequences = log_ratio.nonempty, log_ratio.sequence_weights
     raw = log_ratio.weights(level)
     name = prefix + "rollout_is"
     metrics.add_moments(applied, weights, {f"{name}_mean": "mean"})
@@ -74,19 +74,19 @@ def add_weight_metrics(
         metrics.add_extreme(
             f"{name}_min", "min", extreme_of(of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty, "min")
         )
-        high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), nonempty
+        high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), of_sequences
     metrics.add_moments(high.to(raw.dtype), where, {f"{name}_ratio_fraction_high": "mean"})
     metrics.add_moments(low.to(raw.dtype), where, {f"{name}_ratio_fraction_low": "mean"})
 
     per_sequence = tokens.mean_per_sequence(applied)
     raw_per_sequence = tokens.mean_per_sequence(raw)
-    metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
+    metrics.add_moments(per_sequence, of_sequences, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
     metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
     metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
     metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of((per_sequence - 1).abs(), nonempty, "max"))
     above, below = raw_per_sequence > upper, raw_per_sequence < lower
-    metrics.add_moments(above.to(raw.dtype), nonempty, {f"{name}_seq_fraction_high": "mean"})
-    metrics.add_moments(below.to(raw.dtype), nonempty, {f"{name}_seq_fraction_low": "mean"})
+    metrics.add_moments(above.to(raw.dtype), of_sequences, {f"{name}_seq_fraction_high": "mean"})
+    metrics.add_moments(below.to(raw.dtype), of_sequences, {f"{name}_seq_fraction_low": "mean"})
 
 
 def add_offpolicy_metrics(
@@ -124,7 +124,7 @@ def add_offpolicy_metrics(
         "chi2_token": ratio.square() - 1,
     }
     for name, values in per_sequence.items():
-        metrics.add_moments(values, nonempty, {prefix + name: "mean"})
+        metrics.add_moments(values, log_ratio.sequence_weights, {prefix + name: "mean"})
     for name, values in per_token.items():
         metrics.add_moments(values, weights, {prefix + name: "mean"})
     metrics.add_extreme(prefix + "log_ppl_diff_max", "max", extreme_of(difference, nonempty, "max"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trinity_loss.tokens import ResponseTokens
@@ -43,6 +44,19 @@ class LogRatio:
     def nonempty(self) -> Tensor:
         """bool [S]: sequences with a token that counts."""
         return self.tokens.counts > 0
+
+    @property
+    def sequence_weights(self) -> Tensor:
+        """What a sequence weighs in a mean over sequences, [S] in float64.
+
+        1 where it has a token that counts. Where the mode of a term is one of trajectories its share of the tokens of its
+        trajectory, so that a trajectory weighs 1, however many rows it has.
+        """
+        counts = self.tokens.counts
+        trajectories = self.tokens.groups.get("batch_num_trajectories")
+        if trajectories is None:
+            return self.nonempty.to(torch.float64)
+        return counts / trajectories.num_tokens.clamp(min=1).to(torch.float64)
 
     def of_sequence(self, level: str) -> Tensor:
         """Log-ratio of each sequence [S]: summed, or averaged at level ``geometric``."""

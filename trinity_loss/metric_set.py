@@ -37,7 +37,7 @@ def _std(n: float, total: float, square: float) -> float:
 STATISTICS: Mapping[str, Callable[[float, float, float], float]] = {
     "mean": lambda n, total, square: total / n,
     "std": _std,
-    "unbiased_std": lambda n, total, square: _std(n, total, square) * math.sqrt(n / (n - 1)) if n > 1 else 0.0,
+    "unbiased_std": lambda n, total, square: _std(n, total, square) * math.sqrt(n / (n - 1)) if n > 1 + 1e-6 else 0.0,
     "effective_sample_size": lambda n, total, square: total**2 / (n * square) if square else 0.0,
     "norm_ratio": lambda first, product, second: math.sqrt(second / first),
     "cosine": lambda first, product, second: product / math.sqrt(first * second) if second else 0.0,
@@ -121,11 +121,11 @@ class MetricSet:
         self.entries[name] = Entry(kind, extreme)
 
     def add_moments(self, values: Tensor, weights: Tensor, statistics: Mapping[str, str]) -> None:
-        """Statistics of values [n] where ``weights`` [n] is 1, not 0.
+        """Statistics of values [n] that weigh ``weights`` [n].
 
         Args:
             values: Finite everywhere.
-            weights: 0.0 or 1.0.
+            weights: 0 or more; those of all micro-batches together sum to how many values there are.
             statistics: Names of the metrics and which of :data:`STATISTICS` each is.
         """
         weights = weights.to(torch.float64)

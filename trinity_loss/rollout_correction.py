@@ -255,8 +255,8 @@ def _add_rejection_metrics(
     of_tokens = rejection.name.startswith("token")
     per_sequence = tokens.mean_per_sequence(statistic) if of_tokens else statistic
     per_token = statistic if of_tokens else tokens.per_token(statistic)
-    where = log_ratio.token_weights if of_tokens else log_ratio.nonempty
-    nonempty = log_ratio.nonempty
+    nonempty, of_sequences = log_ratio.nonempty, log_ratio.sequence_weights
+    where = log_ratio.token_weights if of_tokens else of_sequences
     high, low = statistic > rejection.high, statistic < rejection.low
     floor = 0.0 if rejection.low == -math.inf else rejection.low
     metrics.add_moments(per_token, log_ratio.token_weights, {f"{name}_mean": "mean"})
@@ -265,10 +265,10 @@ def _add_rejection_metrics(
     metrics.add_extreme(f"{name}_min", "min", extreme_of(statistic, where > 0, "min"))
     metrics.add_moments(high, where, {f"{name}_fraction_high": "mean"})
     metrics.add_moments(low, where, {f"{name}_fraction_low": "mean"})
-    metrics.add_moments((per_sequence > rejection.high), nonempty, {f"{name}_seq_fraction_high": "mean"})
+    metrics.add_moments((per_sequence > rejection.high), of_sequences, {f"{name}_seq_fraction_high": "mean"})
     if rejection.low > -math.inf:
-        metrics.add_moments((per_sequence < rejection.low), nonempty, {f"{name}_seq_fraction_low": "mean"})
-    metrics.add_moments(per_sequence, nonempty, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
+        metrics.add_moments((per_sequence < rejection.low), of_sequences, {f"{name}_seq_fraction_low": "mean"})
+    metrics.add_moments(per_sequence, of_sequences, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
     metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
     metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
     metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of(per_sequence.abs(), nonempty, "max"))
@@ -279,4 +279,4 @@ def _add_masked_fractions(metrics: MetricSet, log_ratio: LogRatio, kept: Tensor,
     rejected = (1 - kept) * log_ratio.token_weights
     touched = log_ratio.tokens.sum_per_sequence(rejected) > 0
     metrics.add_moments(rejected, log_ratio.token_weights, {f"{name}_masked_fraction": "mean"})
-    metrics.add_moments(touched.to(kept.dtype), log_ratio.nonempty, {f"{name}_seq_masked_fraction": "mean"})
+    metrics.add_moments(touched.to(kept.dtype), log_ratio.sequence_weights, {f"{name}_seq_masked_fraction": "mean"})
