@@ -687,8 +687,8 @@ def importance_metrics(
     ``level`` says what a weight is: the ratio of a token, of a whole sequence (the product of its tokens'),
     or the geometric mean of a sequence's. The last two give every token of a sequence the same weight, and
     what is a mean over weights stays a mean over tokens, as in verl. Weights are truncated at ``upper``;
-    ``lower`` only counts. ``guard`` is what verl adds to denominators. With ``trajectories``, one per sequence, each of them
-    weighs once in a mean over sequences, and a sequence in it as its tokens.
+    ``lower`` only counts. ``guard`` is what verl adds to denominators. With ``trajectories``, one per sequence, each
+    of them weighs once in a mean over sequences, and a sequence in it as its tokens.
     """
     kept = [(o, r) for o, r in zip(old, rollout, strict=True) if o]
     shares = [1.0] * len(kept)

@@ -115,6 +115,8 @@ def spoil(key: str, value: float, place: tuple[int, int] = (1, 2)) -> Callable[[
 
 KL = {"use_kl_loss": True}
 PROMPTS = {"loss_agg_mode": "prompt-mean"}
+TRAJECTORIES = {"loss_agg_mode": "trajectory-mean"}
+WEIGHTS = {"row_weights": "loss_weight"}
 SEQUENCES = {"loss_agg_mode": "seq-mean-token-sum"}
 PAIRS = {"loss_mode": "dpo"}
 
@@ -124,11 +126,22 @@ def prompts(**counts: Any) -> Callable[[Given], Any]:
     return lambda given: given.data.update(good | counts)
 
 
+def sessions(**given: Any) -> Callable[[Given], Any]:
+    return lambda given_: given_.data.update({"session_id": [0, 1]} | given)
+
+
+def trajectories(**counts: Any) -> Callable[[Given], Any]:
+    good = {"batch_num_trajectories": 2, "trajectory_num_tokens": torch.tensor([2, 3])}
+    return lambda given: given.data.update(good | counts)
+
+
 def both(*changes: Callable[[Given], Any]) -> Callable[[Given], Any]:
     return lambda given: [change(given) for change in changes]
 
 
 # What is missing.
+bad("session-without-a-uid", both(sessions(), drop("uid")), alone=True, **TRAJECTORIES)
+bad("no-row-weights", lambda given: None, **WEIGHTS)
 bad("no-log-probs", drop("log_probs"))
 bad("no-response-mask", drop("response_mask"))
 bad("no-old-log-probs", drop("old_log_probs"))
@@ -178,7 +191,28 @@ bad("prompt-counts-too-many", prompts(prompt_num_tokens=torch.tensor([2, 3, 4]))
 bad("prompt-counts-too-small", prompts(prompt_num_tokens=torch.tensor([2, 1])), **PROMPTS)
 bad("half-a-pair", put("global_batch_size", 3), **PAIRS)
 bad("packed-pairs", lambda given: None, "packed", **PAIRS)
+bad("trajectory-ids-too-many", put("trajectory_ids", torch.tensor([1, 2, 3])), alone=True, **TRAJECTORIES)
+bad(
+    "trajectory-ids-differ-in-a-segment",
+    put("trajectory_ids", torch.tensor([[1, 1, 0], [2, 2, 3]])),
+    "packed",
+    alone=True,
+    **TRAJECTORIES,
+)
+bad(
+    "trajectory-counts-differ-in-a-segment",
+    trajectories(trajectory_num_tokens=torch.tensor([[2, 2, 0], [3, 3, 4]])),
+    "packed",
+    **TRAJECTORIES,
+)
+bad("trajectory-counts-too-small", trajectories(trajectory_num_tokens=torch.tensor([2, 1])), **TRAJECTORIES)
+bad("session-too-few", sessions(session_id=[0]), alone=True, **TRAJECTORIES)
+bad("row-weights-too-few", put("loss_weight", torch.ones(1)), **WEIGHTS)
+bad("row-weights-too-few-in-a-list", put("loss_weight", [1.0]), **WEIGHTS)
 # What has another type.
+bad("trajectory-ids-of-floats", put("trajectory_ids", torch.tensor([1.0, 2.0])), alone=True, **TRAJECTORIES)
+bad("row-weights-text", put("loss_weight", "heavy"), **WEIGHTS)
+bad("row-weights-of-texts", put("loss_weight", ["1", "2"]), **WEIGHTS)
 bad("field-a-list", put("advantages", [[1.0] * 3] * 2))
 bad("field-text", put("old_log_probs", "old"))
 bad("field-strided", put("advantages", strided([1.0] * 2, [1.0] * 3)), "nested")
@@ -227,6 +261,11 @@ bad("sequence-count-negative", put("global_batch_size", -2), **SEQUENCES)
 bad("sequence-count-too-small", put("global_batch_size", 1), **SEQUENCES)
 bad("prompt-count-zero", prompts(batch_num_prompts=0), **PROMPTS)
 bad("prompt-count-too-small", prompts(batch_num_prompts=1), **PROMPTS)
+bad("no-trajectory-count", put("trajectory_num_tokens", torch.tensor([2, 3])), **TRAJECTORIES)
+bad("no-tokens-per-trajectory", put("batch_num_trajectories", 2), **TRAJECTORIES)
+bad("trajectory-count-zero", trajectories(batch_num_trajectories=0), **TRAJECTORIES)
+bad("trajectory-count-too-small", trajectories(batch_num_trajectories=1), **TRAJECTORIES)
+bad("no-positive-count-on-two-ranks", put("dp_size", 2), nll_on_positives=0.1)
 bad("dp-size-zero", put("dp_size", 0))
 bad("dp-size-negative", put("dp_size", -1))
 bad("dp-size-a-fraction", put("dp_size", 1.5))
@@ -243,6 +282,10 @@ bad("weights-nan", spoil("rollout_is_weights", math.nan))
 bad("rollout-log-probs-nan", spoil("rollout_log_probs", math.nan), rollout_metrics="token")
 bad("advantages-nan-neutral", spoil("advantages", math.nan), nonfinite="neutral")
 bad("weights-infinite-neutral", spoil("rollout_is_weights", math.inf), nonfinite="neutral")
+bad("row-weights-negative", put("loss_weight", torch.tensor([1.0, -0.5])), **WEIGHTS)
+bad("row-weights-nan", put("loss_weight", torch.tensor([[1.0], [math.nan]])), **WEIGHTS)
+bad("row-weights-infinite-nested", put("loss_weight", jagged([1.0] * 2, [1.0, 1.0, math.inf])), "nested", **WEIGHTS)
+bad("row-weights-nan-where-masked", put("loss_weight", torch.tensor([[1, 1, math.nan], [1, 1, 1]])), **WEIGHTS)
 bad("log-probs-nan-where-masked", spoil("log_probs", math.nan, (0, 2)))
 
 
@@ -283,7 +326,10 @@ def one_rank(tmp_path_factory):
 bad("dp-size-not-the-group", put("dp_size", 2))
 
 #: Rows whose test is another one, in ``tests/engines``: real ranks, of which one fails.
-ELSEWHERE = {"error-on-one-rank": "tests/engines/test_fsdp_engine.py::test_an_error_on_one_rank_ends_the_step"}
+ELSEWHERE = {
+    "error-on-one-rank": "tests/engines/test_fsdp_engine.py::test_an_error_on_one_rank_ends_the_step",
+    "rows-of-one-rank-cannot-be-counted": "tests/test_totals.py::test_an_error_of_one_rank_is_raised_on_every_rank",
+}
 
 
 def rows() -> dict[str, tuple[str, str, str]]:

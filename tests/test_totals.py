@@ -1,5 +1,7 @@
 """Counts of the mini-batch: one declaration goes through worker, loss and instrument."""
 
+import multiprocessing
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from trinity_loss import LossConfig
 from trinity_loss.aggregation import SeqMeanTokenSum
-from trinity_loss.errors import ConfigError, FieldShapeError, TotalsError
+from trinity_loss.errors import BatchError, ConfigError, FieldShapeError, TotalsError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.loss import EnginePolicyLoss
@@ -137,3 +139,88 @@ def test_values_per_row_in_every_form(uid):
 def test_another_form_is_refused(uid):
     with pytest.raises(FieldShapeError, match=r"^uid .*expected one"):
         counted(rows(3, 1, uid=uid), LossConfig(loss_agg_mode="prompt-mean"))
+
+
+def _attach_on_a_rank(rank, file, pipe, config, batches):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(batches))
+    try:
+        Counting().attach(batches[rank], config, torch.distributed.group.WORLD)
+        pipe.send(read_totals(batches[rank]).counts)
+    except Exception as error:
+        pipe.send((type(error), str(error)))
+
+
+@pytest.fixture
+def on_ranks(tmp_path, monkeypatch):
+    """What ranks on gloo have attached to their rows, or what each raised."""
+    monkeypatch.setattr("trinity_loss.verl.counting.get_device_id", lambda: "cpu")
+
+    def run(config, *batches):
+        fork = multiprocessing.get_context("fork")
+        ends, processes, store = [], [], tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
+        for rank in range(len(batches)):
+            ours, theirs = fork.Pipe()
+            given = (rank, store, theirs, config, batches)
+            processes.append(fork.Process(target=_attach_on_a_rank, args=given))
+            processes[-1].start()
+            ends.append(ours)
+        said = [end.recv() if end.poll(60) else None for end in ends]
+        for process in processes:
+            process.join(10)
+            process.kill()
+        return said
+
+    return run
+
+
+TRAJECTORIES = {"loss_agg_mode": "trajectory-mean"}
+SESSION = {"session_id": torch.tensor([0, 1])}
+WEIGHTS = {"loss_weight": torch.ones(2)}
+REFUSED = {
+    "a session without a uid": (TRAJECTORIES, SESSION | {"uid": NonTensorStack("a", "b")}, SESSION, "no 'uid'"),
+    "too few sessions": (
+        TRAJECTORIES,
+        SESSION | {"uid": NonTensorStack("a", "b")},
+        {"session_id": NonTensorData([0], batch_size=[2]), "uid": NonTensorStack("a", "b")},
+        "session_id has 1 entries",
+    ),
+    "advantages of another shape": ({}, {}, {"advantages": torch.ones(2, 7)}, "advantages holds 14 values"),
+    "a negative weight": (
+        {"row_weights": "loss_weight"},
+        WEIGHTS,
+        {"loss_weight": torch.tensor([1.0, -1.0])},
+        "loss_weight has a weight that is negative or not finite",
+    ),
+    "a weight that is infinite": (
+        TRAJECTORIES | {"row_weights": "loss_weight"},
+        WEIGHTS,
+        {"loss_weight": torch.full((2, 1), torch.inf)},
+        "loss_weight has a weight that is negative or not finite",
+    ),
+    "no weight": ({"row_weights": "loss_weight"}, WEIGHTS, {}, "row_weights is 'loss_weight', but the batch has no"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_one_rank_is_raised_on_every_rank(on_ranks, name):
+    """Within seconds, though the other rank has nothing wrong and would wait for it."""
+    settings, good, bad, says = REFUSED[name]
+    started = time.monotonic()
+    said = on_ranks(LossConfig(**settings), rows(3, 1, **good), rows(2, 2, **bad))
+    assert time.monotonic() - started < 20
+    assert said[0] == said[1], said
+    kind, text = said[0]
+    assert issubclass(kind, BatchError)
+    assert says in text
+    assert text.endswith("(on data-parallel rank 1)")
+
+
+def test_ranks_without_an_error_add_up(on_ranks):
+    given = {**SESSION, "uid": NonTensorStack("a", "b")}
+    advantages = {"advantages": torch.tensor([[1.0, -1.0, 2.0], [3.0, 4.0, 5.0]])}
+    batches = rows(3, 1, **given, **advantages), rows(3, 2, **given)
+    for settings, groups in (({}, {}), (TRAJECTORIES, {"batch_num_trajectories": 2})):
+        said = on_ranks(LossConfig(**settings), *(batch.clone() for batch in batches))
+        assert said[0] == said[1]
+        counts = {"batch_num_valid_tokens": 9, "batch_num_positive_tokens": 3} | groups
+        assert {name: said[0][name] for name in counts} == counts

@@ -49,8 +49,8 @@ class LogRatio:
     def sequence_weights(self) -> Tensor:
         """What a sequence weighs in a mean over sequences, [S] in float64.
 
-        1 where it has a token that counts. Where the mode of a term is one of trajectories its share of the tokens of its
-        trajectory, so that a trajectory weighs 1, however many rows it has.
+        1 where it has a token that counts. Where the mode of a term is one of trajectories its share of the tokens of
+        its trajectory, so that a trajectory weighs 1, however many rows it has.
         """
         counts = self.tokens.counts
         trajectories = self.tokens.groups.get("batch_num_trajectories")

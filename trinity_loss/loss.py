@@ -302,6 +302,12 @@ class EnginePolicyLoss(TrinityPolicyLoss):
             total, here = totals.get(name), numbers[term + "#"]
             if total == 0 < here:
                 raise TotalsError(f"{name} is 0, but this micro-batch alone counts {here:.0f}")
+            count = find_count(name)
+            if isinstance(count, GroupCount) and count.exact and total is not None and total < here:
+                raise TotalsError(
+                    f"{name} is {total}, but this micro-batch alone holds {here:.0f}; expected those of the whole "
+                    "mini-batch, on all ranks, as trinity_loss.verl.PolicyLossConfig counts them"
+                )
             if of_whole is None:
                 self._warn_if_below(name, total, here)
 

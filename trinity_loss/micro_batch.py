@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -96,15 +97,25 @@ class MicroBatch:
             FieldShapeError: It does not fit the response tokens.
         """
         value, tokens, faults = get_value(self.data, name), self.tokens, self.faults
+        if value is None:
+            raise MissingFieldError(
+                f"row_weights is {name!r}, but the batch has no {name!r}; expected one number per row or per token, "
+                f"sent by the trainer with the other fields; it has {', '.join(sorted(map(str, self.data.keys())))}"
+            )
         per_row = isinstance(value, Tensor) and not is_jagged(value) and value.shape == (tokens.num_slots,)
         if tokens.offsets is not None and (per_row or isinstance(value, list | tuple | np.ndarray)):
             numbers = value if per_row else row_values(self.data, name, tokens.num_slots)
+            if not per_row and not all(isinstance(number, Real) for number in numbers or ()):
+                raise FieldShapeError(f"{name} has entries that are no numbers; expected one number per row")
             weights = tokens.per_token(torch.as_tensor(numbers, dtype=self.dtype, device=tokens.mask.device))
         else:
             weights = self.raw(name).to(self.dtype)
             faults = (*faults, *([self._unequal(name)] if self._is_jagged_field(name) else []))
         weights = tokens.select(weights)
-        error = FieldValueError(f"{name} has a weight that is negative or not finite; expected finite, 0 or more")
+        error = FieldValueError(
+            f"{name} has a weight that is negative or not finite at a token that counts; expected finite numbers, 0 or "
+            f"more, from who sends {name}, which row_weights names"
+        )
         bad = Fault(~((weights >= 0) & weights.isfinite()).all(), error)
         return replace(self, row_weights=weights, faults=(*faults, bad))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -99,7 +100,12 @@ def read_attached_groups(batch: MicroBatch, count: GroupCount, mode: str) -> Mic
     # Which group a sequence belongs to is not said, but no group has more than 1 of such shares.
     shares = (tokens.counts / num_tokens.clamp(min=1).to(torch.float64)).sum()
     fewest = (shares - 1e-6).ceil().to(torch.int64)
-    batch = replace(batch, faults=(*batch.faults, Fault(smaller, error)))
+    faults = [Fault(smaller, error)]
+    if tokens.offsets is None:
+        values = cast(Tensor, get_value(batch.data, count.per_row)).reshape(-1)
+        within = FieldShapeError(f"{count.per_row} differs within a segment; expected one number for all of its tokens")
+        faults.insert(0, Fault(tokens.differ_within(values), within))
+    batch = replace(batch, faults=(*batch.faults, *faults))
     return with_groups(batch, count, SequenceGroups(num_tokens, fewest))
 
 

@@ -116,6 +116,7 @@ class GroupCount:
             rows [rows, T].
         keys: What tells the group of each row, equal on every rank.
         told_by: Fields without which a row is a group by itself, and a warning says so; none: then that is an error.
+        exact: Whether fewer groups than one micro-batch holds are an error; else that is divided by, with a warning.
     """
 
     name: str
@@ -123,6 +124,7 @@ class GroupCount:
     ids: str
     keys: Callable[[Rows], Sequence[Hashable]]
     told_by: tuple[str, ...] = ()
+    exact: bool = False
 
     def row_is_group(self, data: MicroBatchData) -> bool:
         """Whether nothing tells the groups of this batch, so that every row is one; a warning says so, once."""
@@ -186,7 +188,10 @@ def trajectory_keys(rows: Rows) -> Sequence[Hashable]:
     if sessions is None:
         return [(rows.name, row) for row in range(rows.tokens.num_slots)]
     if uids is None:
-        raise MissingFieldError("the batch has 'session_id', but no 'uid' of the prompt that it is a session of")
+        raise MissingFieldError(
+            "the batch has 'session_id', but no 'uid' of the prompt that it is a session of; verl's trainers send "
+            "both, and 'trajectory_ids' takes the place of both"
+        )
     return list(zip(uids, sessions, strict=True))
 
 
@@ -207,6 +212,7 @@ _COUNTS: dict[str, Count | PairCount | GroupCount] = {
             "trajectory_ids",
             trajectory_keys,
             told_by=("trajectory_ids", "session_id"),
+            exact=True,
         ),
     )
 }

@@ -1,7 +1,7 @@
 """An agent loop whose sessions are one to four rows: what a loop hands over that begins a row anew now and then.
 
-A row's prompt is everything before it, so that each token is predicted from the same text, whichever row it stands in: the
-sessions are the same however they are split, and so is a loss whose unit is the session.
+A row's prompt is everything before it, so that each token is predicted from the same text, whichever row it stands in:
+the sessions are the same however they are split, and so is a loss whose unit is the session.
 """
 
 from typing import Any

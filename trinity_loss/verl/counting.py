@@ -10,8 +10,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from trinity_loss.errors import BatchError
+from trinity_loss.faults import raise_first
 from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss_config import LossConfig
+from trinity_loss.micro_batch import read_responses
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import (
     Count,
@@ -71,7 +74,7 @@ class Counting:
         rows, needed = read_rows(data, config), needed_groups(config)
         for count in needed:
             count.row_is_group(data)
-        numbers, groups = _count(rows, needed, dp_group)
+        numbers, groups = _count(rows, needed, dp_group, row_weights=config.row_weights)
         for name, total in read_totals(data).counts.items():
             if numbers.get(name, 0) > total:
                 self._warn_once(
@@ -104,20 +107,53 @@ def _counts(*by: str) -> dict[str, Count]:
     return {count.name: count for count in counts if count.counted_by in by}
 
 
-def _count(rows: Rows, needed: list[GroupCount], dp_group: Any) -> tuple[dict[str, int], dict[str, Groups]]:
-    """Counts and groups of all ranks, in one collective."""
+def _count(
+    rows: Rows, needed: list[GroupCount], dp_group: Any, row_weights: str | None = None
+) -> tuple[dict[str, int], dict[str, Groups]]:
+    """Counts and groups of all ranks, in one collective.
+
+    Raises:
+        BatchError: On every rank, where one of them finds rows that cannot be counted, or weights that are none.
+    """
     # The engine counts its own later.
-    local = {name: count.of_rows(rows) for name, count in _counts("worker", "trainer").items()}
+    counts = _counts("worker", "trainer")
+    local, found, error = dict.fromkeys(counts, torch.zeros((), dtype=torch.int64)), {}, None
+    try:
+        local = {name: count.of_rows(rows) for name, count in counts.items()}
+        found = {count.name: find_groups(count, rows) for count in needed}
+        if row_weights is not None:
+            raise_first(read_responses(rows.data, "response_mask").weighted_by(row_weights).faults)
+    except BatchError as raised:
+        if dp_group is None:
+            raise
+        error = raised
     if not needed:
-        numbers = torch.stack(list(local.values()))
+        numbers = torch.stack([next(iter(local.values())).new_tensor(int(error is not None)), *local.values()])
         if dp_group is not None:
             numbers = numbers.to(get_device_id())
             torch.distributed.all_reduce(numbers, group=dp_group)
-        return dict(zip(local, numbers.tolist(), strict=True)), {}
-    mine = ({name: int(number) for name, number in local.items()}, {c.name: find_groups(c, rows) for c in needed})
+        failed, *totals = numbers.tolist()
+        if failed:
+            _raise_of_any_rank(_from_everyone(error, dp_group))
+        return dict(zip(local, totals, strict=True)), {}
+    mine = (error, {name: int(number) for name, number in local.items()}, found)
+    everyone = _from_everyone(mine, dp_group)
+    _raise_of_any_rank([error for error, _, _ in everyone])
+    groups = {count.name: merge_groups(groups[count.name] for _, _, groups in everyone) for count in needed}
+    return {name: sum(theirs[name] for _, theirs, _ in everyone) for name in local}, groups
+
+
+def _from_everyone(mine: Any, dp_group: Any) -> list[Any]:
+    """What each rank gives, in their order."""
     everyone: list[Any] = [mine]
     if dp_group is not None:
         everyone = [None] * torch.distributed.get_world_size(dp_group)
         torch.distributed.all_gather_object(everyone, mine, group=dp_group)
-    groups = {count.name: merge_groups(groups[count.name] for _, groups in everyone) for count in needed}
-    return {name: sum(theirs[name] for theirs, _ in everyone) for name in local}, groups
+    return everyone
+
+
+def _raise_of_any_rank(errors: list[BatchError | None]) -> None:
+    """Raises the first error, and says which rank it is of: none is left waiting in a collective for another."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise type(error)(f"{error} (on data-parallel rank {rank})") from error
