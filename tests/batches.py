@@ -76,7 +76,9 @@ def make_sequences(
     return tuple(samples)
 
 
-def sequence(length: int, *, mask: Sequence[int] | None = None, uid: str = "prompt", **values: Any) -> Sample:
+def sequence(
+    length: int, *, mask: Sequence[int] | None = None, uid: str = "prompt", session: int = 0, **values: Any
+) -> Sample:
     """One sequence whose fields are given as a number for all of its tokens or as one number each.
 
     What is not given is neutral: the policies agree at -1, advantages, entropy and KL are 0, weights 1.
@@ -99,7 +101,7 @@ def sequence(length: int, *, mask: Sequence[int] | None = None, uid: str = "prom
         for name, value in given.items()
     }
     assert all(len(value) == length for value in spelled.values())
-    return Sample(prompt_length=2, mask=tuple(mask or [1] * length), uid=uid, **spelled)
+    return Sample(prompt_length=2, mask=tuple(mask or [1] * length), uid=uid, session=session, **spelled)
 
 
 def token_losses(*losses: Sequence[float] | None, same_prompt: bool = False) -> tuple[Sample, ...]:

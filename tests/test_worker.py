@@ -2,10 +2,13 @@
 
 import logging
 from functools import partial
+from itertools import cycle
 from types import MethodType
 
+import cloudpickle
 import pytest
-from batches import token_losses
+from batches import sequence, token_losses
+from oracle import evaluate
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.utils.losses import ppo_loss
@@ -98,6 +101,50 @@ def test_what_carries_a_configuration_of_ours_is_ours(caplog):
     assert worker.loss_fn is loss
     assert train(worker, SAMPLES)["loss"] == 2
     assert warned(caplog) == []
+
+
+def as_sent(loss):
+    """A loss as an RPC of verl brings it to a worker."""
+    return cloudpickle.loads(cloudpickle.dumps(loss))
+
+
+def sessions(*rows_of):
+    """Rows of two tokens, so many for each session, each row with a loss of its own."""
+    named = [(f"prompt-{i // 2}", i % 2) for i, rows in enumerate(rows_of) for _ in range(rows)]
+    return tuple(
+        sequence(2, uid=uid, advantages=[-float(k), -0.5 * k - i], session=session)
+        for i, (k, (uid, session)) in enumerate(zip(cycle((1, 3, 2)), named, strict=False))
+    )
+
+
+#: Sessions of one step each, by how many rows they have: always more rows than ``global_batch_size``.
+STEPS = ((2, 3, 1), (1, 1, 4, 2), (5,))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+@pytest.mark.parametrize("mode", ["trajectory-mean", "seq-mean-token-sum", "token-mean"])
+@pytest.mark.parametrize("carry", [EnginePolicyLoss, Carrying])
+def test_a_loss_set_later_over_more_rows_than_the_denominator(carry, mode, pieces, monkeypatch, recwarn):
+    """As rllm's backend trains: a loss object sent after the configuration, rows per session that vary by step."""
+    monkeypatch.setattr("trinity_loss.loss._warned", set())
+    outer, worker = started()
+    config = LossConfig(loss_agg_mode=mode)
+    outer.set_loss_fn(as_sent(carry(config)))
+    assert worker.loss_fn.config == config
+    worker.pieces = pieces
+    for rows_of in STEPS:
+        samples = sessions(*rows_of)
+        right = evaluate(samples, loss_agg_mode=mode, use_weights=False).loss
+        # The sum over sequences is divided by what the trainer says, whatever is there.
+        right *= len(samples) / 4 if mode == "seq-mean-token-sum" else 1
+        metrics = train(worker, samples, totals=(("global_batch_size", 4),))
+        assert metrics["loss"] == pytest.approx(right, rel=1e-12)
+        assert metrics["actor/pg_loss"] == pytest.approx(right, rel=1e-12)
+    said = [str(w.message) for w in recwarn if "global_batch_size is 4" in str(w.message)]
+    assert said == [
+        "global_batch_size is 4, but the mini-batch has 6: the loss is a sum over more than it divides by "
+        "(look at who sets it)"
+    ]
 
 
 def test_a_loss_of_verls_configuration_is_none_of_our_business(caplog):

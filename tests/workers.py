@@ -3,17 +3,25 @@
 import pickle
 from contextlib import nullcontext
 
+import numpy as np
+import torch
 from batches import build, cut
 from forms import Form, make_leaves
 from hydra import compose, initialize_config_module
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.py_functional import append_to_dict
 from verl.workers import engine_workers
 from verl.workers.utils.losses import ppo_loss
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = f"{POLICY_LOSS}._target_=trinity_loss.verl.PolicyLossConfig"
+
+
+def jagged_rows(rows):
+    """A jagged tensor of these rows."""
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 class Engine:
@@ -33,10 +41,10 @@ class Engine:
 
 
 class TrainingWorker:
-    """In the place of verl's class of that name: a batch is one mini-batch, and that one micro-batch."""
+    """In the place of verl's class of that name: a batch is one mini-batch, and that ``pieces`` micro-batches."""
 
     def __init__(self, config=None):
-        self.engine, self.loss_fn, self.log_probs = Engine(), None, None
+        self.engine, self.loss_fn, self.log_probs, self.pieces = Engine(), None, None, 1
 
     def set_loss_fn(self, loss_fn):
         self.loss_fn = loss_fn
@@ -48,8 +56,16 @@ class TrainingWorker:
         return self.train_batch(data)
 
     def train_batch(self, data: TensorDict):
-        loss, metrics = self.loss_fn(model_output={"log_probs": self.log_probs}, data=data, dp_group=None)
-        metrics = {key: [value] for key, value in metrics.items()} | {"loss": loss.item()}
+        rows = [part.tolist() for part in np.array_split(range(len(data)), min(self.pieces, len(data)))]
+        log_probs = self.log_probs.unbind() if len(rows) > 1 else None
+        losses, metrics = [], {}
+        for picked in rows:
+            piece = data if log_probs is None else tu.index_select_tensor_dict(data, picked)
+            output = self.log_probs if log_probs is None else jagged_rows([log_probs[i] for i in picked])
+            loss, found = self.loss_fn(model_output={"log_probs": output}, data=piece, dp_group=None)
+            losses.append(loss.item())
+            append_to_dict(metrics, found)
+        metrics |= {"loss": sum(losses)}
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
 
 
