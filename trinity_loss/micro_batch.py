@@ -360,5 +360,5 @@ def _without_padding_rows(tokens: ResponseTokens, data: MicroBatchData) -> Respo
         raise MissingFieldError("count_padding_rows=False needs 'uid' to tell the synthetic rows of the batch")
     if tokens.offsets is None:
         raise FieldShapeError("count_padding_rows=False needs one uid per row; packed rows have none")
-    real = ~torch.tensor(Rows(tokens, data).synthetic, dtype=torch.bool)
+    real = ~torch.tensor(Rows(tokens, data, count_padding_rows=False).synthetic, dtype=torch.bool)
     return replace(tokens, exists=real.to(tokens.mask.device, non_blocking=True))
