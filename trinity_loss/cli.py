@@ -115,13 +115,16 @@ def _parser() -> _Parser:
     own = "a field of your own: token or sequence for numbers that are drawn, or a number; may be given again"
     add("--field", action="append", type=_field, dest="fields", metavar="NAME=WHAT", help=own)
     add("--dtype", choices=("float64", "float32"), help="(default: float64)")
-    add("--seed", type=int, metavar="N", help="of the mini-batch (default: 0)")
+    add("--seed", type=int, metavar="N", help="of all that is drawn: mini-batch, cuts (default: 0)")
     add("--tolerance", type=float, metavar="X", help="relative, taken for rounding (default: 1e-6, float32 1e-5)")
     strict = "metrics that depend on the cut and NaN at masked tokens fail the loss too (default: ours only)"
     add("--strict", "--metrics", action=argparse.BooleanOptionalAction, help=strict)
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--markdown", action="store_true", help="print the report to paste it: verdict, versions, table")
-    add("--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches")
+    form = verify.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the report to paste it: verdict, versions, table")
+    add(
+        "--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches, of 4 losses at most"
+    )
     verify.set_defaults(run=_run_verify)
     doctor = commands.add_parser("doctor", help="look for trouble", description=_DOCTOR, formatter_class=formatter)
     _add_config(doctor)
@@ -145,8 +148,9 @@ def _parser() -> _Parser:
     bench.set_defaults(run=_run_bench, overrides=[])
     audit = commands.add_parser("audit", help="read an audit", description=_AUDIT, formatter_class=formatter)
     audit.add_argument("files", metavar="FILE", nargs="+", help="audit-step-N.json")
-    audit.add_argument("--markdown", action="store_true", help="print the text for an issue")
-    audit.add_argument("--json", action="store_true", help="print what was found as JSON")
+    form = audit.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the text for an issue")
+    form.add_argument("--json", action="store_true", help="print what was found as JSON")
     audit.add_argument("--plot", metavar="FILE", help="draw how far each pass is off")
     audit.set_defaults(run=_run_audit, overrides=[])
     return parser

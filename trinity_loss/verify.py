@@ -36,6 +36,7 @@ _MICRO_BATCHES, _RANKS = (1, 2, 4, 8), (1, 2, 4)
 #: ``:all`` tries every loss in every mode on fewer cuts of a smaller mini-batch. Three ranks: a division by two
 #: does not round, and then every gradient of a loss that is right has the very bits of the whole.
 _FEW_SEQUENCES, _FEW_MICRO_BATCHES, _FEW_RANKS = 14, (1, 3), (1, 3)
+_PANELS = 4
 _FIGURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".eps", ".webp")
 
 
@@ -102,12 +103,14 @@ def verify(options: Options, config: DictConfig) -> bool:
     if options.plot is not None:
         from trinity_loss.invariance.figure import draw
 
-        draw(reports[:4], options.plot)
+        draw(reports, options.plot)
     return all(report.ok for report in reports)
 
 
 def _all_reports(options: Options, config: DictConfig) -> list[Report]:
     makers = [make for spec in options.losses for make in candidates(spec, config, options.contract, options.weight_fn)]
+    if options.plot is not None and len(makers) > _PANELS:
+        raise ConfigError(f"--plot draws {_PANELS} losses at most; here are {len(makers)}")
     brief = any(spec.endswith(":all") for spec in options.losses)
     if len(makers) == 1 or options.engine is not None:
         return [_verify(options, brief, makers, number) for number in range(len(makers))]

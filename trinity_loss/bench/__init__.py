@@ -12,6 +12,7 @@ from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
 from trinity_loss.bench.cost import Result, measure
 from trinity_loss.bench.peers import LOSS_NAMES, Unsupported, make_losses
 from trinity_loss.errors import ConfigError
+from trinity_loss.rules import COUNT, SHARE, check, list_of, number
 
 __all__ = ["CASE_SETS", "LOSS_NAMES", "BenchOptions", "Case", "Result", "bench", "measure"]
 
@@ -49,6 +50,14 @@ class BenchOptions:
     json: bool = False
     plot: str | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, rule in (
+            ("runs", self.runs, number("a whole number above 0", lambda value: value == int(value) > 0)),
+            ("fill", self.fill, list_of(SHARE)),
+            ("seed", self.seed, COUNT),
+        ):
+            check(name, value, rule)
 
 
 def bench(options: BenchOptions) -> bool:
