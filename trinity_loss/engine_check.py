@@ -15,19 +15,30 @@ from trinity_loss.invariance.engine import BoundLoss
 from trinity_loss.invariance.measure import Subject, is_ours
 from trinity_loss.invariance.report import Report
 from trinity_loss.invariance.rows import Deviation, Finding, Row, Value
+from trinity_loss.verl.gradients import parameter_group
 from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineError, EngineResult, run_cases
 from trinity_loss.verl.harness.engine_case import EngineName
 
 #: The engines compute in float32.
 TOLERANCE = 1e-5
+#: With it, a step moves the weights of the small model by much more than their rounding.
+LEARNING_RATE = 0.1
 #: Not of the loss, or of the cut by definition.
 _NO_METRICS = ("perf/", "lr", "mfu", "grad_norm", "actor/micro_batches")
 
 
 def check_in_engine(
-    bound: BoundLoss, engine: EngineName, *, tolerance: float | None = None, strict: bool | None = None
+    bound: BoundLoss,
+    engine: EngineName,
+    *,
+    tolerance: float | None = None,
+    strict: bool | None = None,
+    steps: int | None = None,
 ) -> Report:
     """Runs a loss through one of verl's engines, cut in every way that a CPU can reach.
+
+    Compared are the parameters' gradient, all of it and by kind of parameter, loss and metrics of one mini-batch, and
+    with ``steps`` how far the weights of a small model came.
 
     Args:
         bound: The loss; it must be picklable.
@@ -35,6 +46,7 @@ def check_in_engine(
             two pipeline stages, each with and without ``calculate_per_token_loss``.
         tolerance: Largest relative deviation that is taken for rounding; None: 1e-5.
         strict: Whether metrics count; None: for the losses of this package only.
+        steps: Optimizer steps of plain gradient descent, each on a mini-batch of its own; None: none is taken.
 
     Raises:
         ConfigError: The loss cannot be pickled, or an engine run failed.
@@ -45,7 +57,10 @@ def check_in_engine(
     strict = ours if strict is None else strict
     teacher = bound.distillation
     told = 0 if teacher is None else (teacher.topk or 1) if teacher.use_topk else 1
-    cases = _cases(EngineCase(loss=bound.loss_fn, trinity_worker=ours, batch=BatchSpec(teacher=told)), engine)
+    base = EngineCase(loss=bound.loss_fn, trinity_worker=ours, batch=BatchSpec(teacher=told))
+    if steps is not None:
+        base = replace(base, steps=steps, learning_rate=LEARNING_RATE)
+    cases = _cases(base, engine)
     try:
         results = run_cases(engine, cases)
     except (EngineError, TypeError) as error:
@@ -57,7 +72,9 @@ def check_in_engine(
     metrics = metric_finding(rows, tolerance)
     if metrics is not None:
         findings.append(replace(metrics, counts=strict))
-    return Report(f"{bound.name} in {engine}", rows, tuple(findings), tolerance=tolerance, strict=strict)
+    return Report(
+        f"{bound.name} in {engine}", rows, tuple(findings), tolerance=tolerance, strict=strict, contract=bound.contract
+    )
 
 
 def _cases(base: EngineCase, engine: EngineName) -> list[EngineCase]:
@@ -106,13 +123,23 @@ def _row(result: EngineResult, whole: EngineResult, engine: EngineName, sizes: M
     names = [name for name in whole.metrics if not name.startswith(_NO_METRICS)]
     return Row(
         cut,
-        gradients={"gradient": Deviation.between(result.gradient, whole.gradient)},
+        gradients=_deviations(result, whole),
         loss=Value(result.loss, whole.loss, sizes.get("loss", 0.0)),
         metrics={
             name: Value(result.metrics.get(name, float("nan")), whole.metrics[name], sizes.get(name, 0.0))
             for name in names
         },
     )
+
+
+def _deviations(result: EngineResult, whole: EngineResult) -> dict[str, Deviation]:
+    """Of the whole gradient, of each kind of parameter, and of what the weights went."""
+    mine, theirs = (one.by_group(one.gradient, parameter_group) for one in (result, whole))
+    found = {"gradient": Deviation.between(result.gradient, whole.gradient)}
+    found |= {group: Deviation.between(mine[group], theirs[group]) for group in theirs}
+    if result.moved is not None and whole.moved is not None:
+        found["weights"] = Deviation.between(result.moved, whole.moved)
+    return found
 
 
 def _findings(bound: BoundLoss, rows: Sequence[Row], tolerance: float) -> list[Finding]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -60,13 +60,18 @@ class Options:
     json: bool = False
     markdown: bool = False
     plot: str | None = None
-    engine: EngineName | None = None
+    engine: EngineName | Literal["fsdp2"] | None = None
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.plot is not None and Path(self.plot).suffix.lower() not in _FIGURES:
             raise ConfigError(f"--plot is {self.plot!r}; expected a file that ends in one of {', '.join(_FIGURES)}")
         if self.engine is None:
+            if self.steps is not None:
+                raise ConfigError("--steps has no effect without --engine: only an engine has weights")
             return
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps is {self.steps}; expected a whole number above 0")
         if self.contract != "verl":
             raise ConfigError(f"--engine runs verl's own engines, which know no --contract {self.contract}")
         if self.batch is not None:
@@ -144,7 +149,9 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
         if options.engine is not None:
             from trinity_loss.engine_check import check_in_engine
 
-            return check_in_engine(bound, options.engine, tolerance=options.tolerance, strict=options.strict)
+            engine: EngineName = "fsdp" if options.engine == "fsdp2" else options.engine
+            given: dict[str, Any] = {"tolerance": options.tolerance, "strict": options.strict, "steps": options.steps}
+            return check_in_engine(bound, engine, **given)
         micro_batches = options.micro_batches or (_FEW_MICRO_BATCHES if brief else _MICRO_BATCHES)
         ranks = options.ranks or (_FEW_RANKS if brief else _RANKS)
         seed = options.seed or 0

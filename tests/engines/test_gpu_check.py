@@ -47,7 +47,7 @@ def recipe(monkeypatch):
 def seen(lengths, layout=None, **options):
     pieces = tuple(SeenMicroBatch(1, length, length, True, (1, length), False) for length in lengths)
     case = EngineCase("a:b", **options)
-    return EngineResult(case, torch.ones(1), 0.0, 0.0, {}, (SeenRank(layout or {}, pieces),) * 2, 0.0)
+    return EngineResult(case, torch.ones(1), (("w", 1),), 0.0, 0.0, {}, (SeenRank(layout or {}, pieces),) * 2, 0.0)
 
 
 def test_the_error_of_context_parallelism_is_taken_out(recipe):

@@ -11,7 +11,7 @@ from typing import Any
 
 from trinity_loss.invariance.contracts import CONTRACTS, Contract
 from trinity_loss.invariance.cuts import ENGINE_LAYOUTS
-from trinity_loss.invariance.rows import CAUSES, TERMS, Deviation, Finding, Row
+from trinity_loss.invariance.rows import CAUSES, PARTS, TERMS, Deviation, Finding, Row
 from trinity_loss.tables import plain_table
 
 _VERSIONS = ("trinity-loss", "verl", "torch", "tensordict")
@@ -95,10 +95,11 @@ class Report:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headers and cells of the table of cuts."""
-        terms = [t for t in TERMS if any(t in row.gradients for row in self.rows)]
+        names = TERMS | {part: part for part in PARTS}
+        terms = [t for t in names if any(t in row.gradients for row in self.rows)]
         if len(terms) == 2:
             terms = terms[:1]  # a single term is the gradient
-        headers = ["cut", "layout", "gradient ×", *(f"{TERMS[t]} off" for t in terms), "mean off", "loss off"]
+        headers = ["cut", "layout", "gradient ×", *(f"{names[t]} off" for t in terms), "mean off", "loss off"]
         headers += ["metrics off"]
         cells = []
         for row in self.rows:

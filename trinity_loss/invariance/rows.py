@@ -15,6 +15,10 @@ from trinity_loss.invariance.cuts import Cut
 #: Terms in the order of a table; ``rest`` is what stays without advantages and does not look at a reference.
 TERMS = {"gradient": "gradient", "pg": "policy gradient", "kl": "KL", "entropy": "entropy", "rest": "other terms"}
 
+#: What a gradient may be compared by besides, in the order of a table: kinds of parameters, and where the weights
+#: came in some steps.
+PARTS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head", "other", "weights")
+
 #: The names of findings, with what each means.
 CAUSES = {
     "local mean": "a mean over the micro-batch's own tokens or sequences instead of a share of the mini-batch's",
@@ -126,7 +130,7 @@ class Row:
 
     Attributes:
         cut: The cut.
-        gradients: By term, see :data:`TERMS`; ``gradient`` is all of it.
+        gradients: By term, see :data:`TERMS`, or by part, see :data:`PARTS`; ``gradient`` is all of it.
         loss: As verl reports it.
         metrics: As verl reduces them.
         failure: What the loss raised, or why no optimizer step is possible; None if nothing.

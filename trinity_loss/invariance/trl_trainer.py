@@ -32,7 +32,7 @@ def play(trainer: Any) -> Callable[[Piece], tuple[Any, Any]]:
     try:
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
-        raise ConfigError(f"TRL cannot be imported (pip install --no-deps trl): {error}") from error
+        raise ConfigError(f"TRL cannot be imported (docs/contracts.md): {error}") from error
     if not issubclass(cls, GRPOTrainer):
         raise ConfigError(f"{cls.__name__} is no subclass of trl.GRPOTrainer")
     given = trainer.keywords.get("args") if isinstance(trainer, functools.partial) else None

@@ -74,6 +74,9 @@ class EngineCase:
         sequence_parallel: Ranks that share a sequence: Ulysses in FSDP, context parallelism in Megatron; CUDA only.
         split_norms: Megatron only: what it calls sequence parallelism, which needs Transformer Engine.
         dtype: What the model computes in.
+        steps: Mini-batches, and optimizer steps, one after the other; the gradient is that of the first.
+        learning_rate: Of plain gradient descent, since Adam divides a factor away; 0 keeps the weights, so that all
+            cases of an engine start from the same ones. Any other needs an engine of its own.
         device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL and a GPU per rank; the same for all cases of a run.
     """
 
@@ -95,6 +98,8 @@ class EngineCase:
     sequence_parallel: int = 1
     split_norms: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
+    steps: int = 1
+    learning_rate: float = 0.0
     device: Literal["cpu", "cuda"] = "cpu"
 
     @property
@@ -114,6 +119,8 @@ class EngineCase:
             self.sequence_parallel,
             self.split_norms,
             self.dtype,
+            self.learning_rate,
+            (self.batch, self.micro_batches, self.max_tokens) if self.learning_rate else None,
         )
 
 
@@ -160,25 +167,37 @@ class EngineResult:
         case: The case.
         gradient: [parameters] float64, the gradient the optimizer gets, before clipping; parameters are
             ordered by their global name, so that different layouts of one engine compare.
+        parameters: Name and number of elements of each parameter, in the gradient's order.
         loss: The ``loss`` that verl reports.
         grad_norm: The gradient norm that verl reports.
         metrics: All other training metrics, reduced by verl.
         ranks: What each rank really ran.
+        moved: [parameters] float64, how far the weights came in all steps; None without a learning rate.
         seconds: Wall time of the step.
     """
 
     case: EngineCase
     gradient: torch.Tensor
+    parameters: tuple[tuple[str, int], ...]
     loss: float
     grad_norm: float
     metrics: dict[str, float]
     ranks: tuple[SeenRank, ...]
     seconds: float
+    moved: torch.Tensor | None = None
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches that each rank really ran."""
         return len(self.ranks[0].micro_batches)
+
+    def by_group(self, vector: torch.Tensor, group_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
+        """The parts of a vector [parameters] by kind of parameter, each [elements]."""
+        parts = zip(self.parameters, vector.split([size for _, size in self.parameters]), strict=True)
+        groups: dict[str, list[torch.Tensor]] = {}
+        for (name, _), part in parts:
+            groups.setdefault(group_of(name), []).append(part)
+        return {group: torch.cat(pieces) for group, pieces in groups.items()}
 
     def gradient_error(self, other: EngineResult) -> float:
         """Relative difference of the two gradients, |self - other| / |other|."""

@@ -12,6 +12,8 @@ from trinity_loss.verl.harness.engine_case import EngineCase
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
 
+#: A gradient norm beyond all of them: clipping would hide a factor.
+NO_CLIP = 1e9
 PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
 #: verl 0.9.0 reduces after every micro-batch, and has no field for it.
@@ -19,10 +21,7 @@ _NO_SYNC = "use_no_sync_for_gradient_accumulation"
 
 
 def worker_config(case: EngineCase, model: str) -> Any:
-    """verl's configuration of the worker: one type everywhere, a learning rate of zero, no compilation.
-
-    The learning rate keeps the weights, so that all cases of a run start from the same ones.
-    """
+    """verl's configuration of the worker: one type everywhere, plain gradient descent, no compilation."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 
@@ -45,7 +44,9 @@ def worker_config(case: EngineCase, model: str) -> Any:
             ulysses_sequence_parallel_size=case.sequence_parallel,
             mixed_precision={"param_dtype": PRECISION[case.dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=0.0, weight_decay=0.0, total_training_steps=1),
+        optimizer_config=FSDPOptimizerConfig(
+            optimizer="SGD", lr=case.learning_rate, weight_decay=0.0, clip_grad=NO_CLIP, total_training_steps=case.steps
+        ),
         checkpoint_config=CheckpointConfig(),
     )
 
@@ -64,6 +65,11 @@ def read_gradients(engine: Any) -> NamedGradients:
     return whole if dist.get_rank() == 0 else {}
 
 
+def read_weights(engine: Any) -> NamedGradients:
+    """The whole of every parameter; every rank must call this."""
+    return {name: parameter.detach().full_tensor().double() for name, parameter in engine.module.named_parameters()}
+
+
 def read_layout(engine: Any) -> dict[str, Any]:
     """The mesh that the parameters live on, and how many ranks share one copy of them."""
     parameters = list(engine.module.parameters())
@@ -80,7 +86,7 @@ def read_layout(engine: Any) -> dict[str, Any]:
 def worker_class(case: EngineCase) -> type:
     """The case's training worker, recording."""
     engine = "trinity_loss.verl.cpu.fsdp_engine" if case.device == "cpu" else "verl.workers.engine"
-    return recording_worker(case, engine, read_gradients, read_layout)
+    return recording_worker(case, engine, read_gradients, read_layout, read_weights)
 
 
 def build(case: EngineCase, model: str) -> Any:

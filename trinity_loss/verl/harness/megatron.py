@@ -12,6 +12,7 @@ from typing import Any
 
 from trinity_loss.verl.cpu.megatron_shim import register_bridge
 from trinity_loss.verl.harness.engine_case import EngineCase
+from trinity_loss.verl.harness.fsdp import NO_CLIP
 from trinity_loss.verl.harness.launch import main
 from trinity_loss.verl.harness.rank import NamedGradients, recording_worker, run_job
 
@@ -31,7 +32,7 @@ def local_layers(case: EngineCase) -> bool:
 
 
 def worker_config(case: EngineCase, model: str) -> Any:
-    """verl's configuration of the worker: one type everywhere and a learning rate of zero."""
+    """verl's configuration of the worker: one type everywhere, plain gradient descent."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
@@ -60,7 +61,14 @@ def worker_config(case: EngineCase, model: str) -> Any:
         model_config=HFModelConfig(path=model, use_remove_padding=case.packed),
         engine_config=engine,
         optimizer_config=McoreOptimizerConfig(
-            lr=0.0, weight_decay=0.0, total_training_steps=1, lr_warmup_steps=0, lr_decay_style="constant"
+            optimizer="sgd",
+            lr=case.learning_rate,
+            weight_decay=0.0,
+            clip_grad=NO_CLIP,
+            total_training_steps=case.steps,
+            lr_warmup_steps=0,
+            lr_decay_style="constant",
+            override_optimizer_config={"sgd_momentum": 0.0},
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -90,6 +98,11 @@ def read_gradients(engine: Any) -> NamedGradients:
             module._parameters.update(parameters)
     # They are the same on every rank: one copy is enough.
     return whole if dist.get_rank() == 0 else {}
+
+
+def read_weights(engine: Any) -> NamedGradients:
+    """The whole of every parameter under its Hugging Face name; every rank must call this."""
+    return {name: weight.detach().double() for name, weight in engine.bridge.export_weights(engine.module)}
 
 
 def read_layout(engine: Any) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def build(case: EngineCase, model: str) -> Any:
         engine = "verl.workers.engine.megatron"
         if local_layers(case):
             register_bridge()
-    return recording_worker(case, engine, read_gradients, read_layout)(worker_config(case, model))
+    return recording_worker(case, engine, read_gradients, read_layout, read_weights)(worker_config(case, model))
 
 
 if __name__ == "__main__":

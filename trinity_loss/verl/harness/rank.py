@@ -6,7 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -52,6 +52,7 @@ def recording_worker(
     engine: str,
     read_gradients: Callable[[Any], NamedGradients],
     read_layout: Callable[[Any], dict[str, Any]],
+    read_weights: Callable[[Any], NamedGradients],
 ) -> type:
     """The case's training worker, which also keeps a `Record` of each step; all else stays as it is.
 
@@ -61,6 +62,7 @@ def recording_worker(
             engine there.
         read_gradients: From the engine, between backward and the optimizer's step, to the named gradients.
         read_layout: From the engine to what it is built of.
+        read_weights: From the engine to the named weights, under the names of the gradients.
     """
     from verl.single_controller.base.decorator import Dispatch, register
     from verl.utils.distributed import initialize_global_process_group_ray
@@ -121,15 +123,24 @@ def recording_worker(
         def take_record(self) -> Record:
             return self.record
 
+        def take_weights(self) -> torch.Tensor:
+            return _flat({name: value.cpu() for name, value in read_weights(self.engine).items()})
+
     return Recording
 
 
-def cut(case: EngineCase, data_parallel: int) -> TensorDict:
+def _flat(named: NamedGradients) -> torch.Tensor:
+    """[parameters] float64, ordered by name."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(named[name].flatten().double() for name in sorted(named))])
+
+
+def cut(case: EngineCase, data_parallel: int, step: int = 0) -> TensorDict:
     """The case's mini-batch, with the engine told how to cut each rank's share.
 
     Args:
         case: The case.
         data_parallel: Ranks that the rows are split over.
+        step: Which mini-batch.
 
     Raises:
         ValueError: If the rows do not divide evenly.
@@ -139,7 +150,7 @@ def cut(case: EngineCase, data_parallel: int) -> TensorDict:
     pieces = data_parallel if case.max_tokens is not None else data_parallel * case.micro_batches
     if case.batch.rows % pieces:
         raise ValueError(f"{case.batch.rows} rows do not divide into {pieces} equal pieces")
-    data = make_batch(case.batch)
+    data = make_batch(replace(case.batch, seed=case.batch.seed + step))
     tu.assign_non_tensor(
         data,
         use_dynamic_bsz=case.max_tokens is not None,
@@ -149,7 +160,13 @@ def cut(case: EngineCase, data_parallel: int) -> TensorDict:
     return data
 
 
-def result_of(case: EngineCase, records: list[Record], metrics: dict[str, Any], seconds: float) -> EngineResult:
+def result_of(
+    case: EngineCase,
+    records: list[Record],
+    metrics: dict[str, Any],
+    seconds: float,
+    moved: torch.Tensor | None = None,
+) -> EngineResult:
     """Join what the ranks kept and let verl reduce the metrics.
 
     Args:
@@ -157,6 +174,7 @@ def result_of(case: EngineCase, records: list[Record], metrics: dict[str, Any], 
         records: One per rank; a parameter may be in several, with the same gradient.
         metrics: As ``train_mini_batch`` returns them, a list per key.
         seconds: Wall time of the step.
+        moved: How far the weights came.
     """
     from verl.utils.metric import reduce_metrics
 
@@ -164,12 +182,14 @@ def result_of(case: EngineCase, records: list[Record], metrics: dict[str, Any], 
     reduced = {key: float(value) for key, value in reduce_metrics(dict(metrics)).items()}
     return EngineResult(
         case=case,
-        gradient=torch.cat([gradients[name].flatten().double() for name in sorted(gradients)]),
+        gradient=_flat(gradients),
+        parameters=tuple((name, gradients[name].numel()) for name in sorted(gradients)),
         loss=reduced.pop("loss"),
         grad_norm=reduced.pop("grad_norm"),
         metrics={key: value for key, value in reduced.items() if not key.startswith("perf/") and key != "mfu"},
         ranks=tuple(record.seen for record in records),
         seconds=seconds,
+        moved=moved,
     )
 
 
@@ -209,15 +229,19 @@ def run_rank(
     for case in cases:
         data = tu.chunk_tensordict(cut(case, size), size)[rank]
         worker.set_loss_fn(load(case.loss))
+        before = worker.take_weights() if case.learning_rate else None
         start = time.perf_counter()
         output = worker.train_mini_batch(data)
         seconds = time.perf_counter() - start
         # Only the last pipeline stage has metrics.
         mine = (worker.take_record(), None if output is None else tu.get(output, "metrics"))
+        for step in range(1, case.steps):
+            worker.train_mini_batch(tu.chunk_tensordict(cut(case, size, step), size)[rank])
+        moved = None if before is None else worker.take_weights() - before
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
         metrics = next(part[1] for part in parts if part[1] is not None)
-        results.append(result_of(case, [part[0] for part in parts], metrics, seconds))
+        results.append(result_of(case, [part[0] for part in parts], metrics, seconds, moved))
     return results
 
 
