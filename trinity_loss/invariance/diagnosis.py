@@ -15,7 +15,7 @@ from trinity_loss.invariance.rows import TERMS, Finding, Row, Value
 
 #: Cuts that show one cause, and nothing else did.
 _OF_KIND = {
-    "fresh": Cause("state between calls", "{} keeps what its first call computed"),
+    "fresh": Cause("state between calls", "{} keeps what an earlier call computed"),
     "ranks": Cause("rank identity", "{} asks which rank it is on"),
 }
 _LAYOUT = Cause("layout", "{} is another one in another layout of the same sequences")
@@ -61,13 +61,9 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
         term = max(row.gradients, key=lambda t: row.gradients[t].worst)
         tried = "not width, order, the values or the number of other sequences, ranks, or numbers of micro-batches"
         kinds = ", ".join(sorted({row.cut.label for row in off}, key=len)[:3])
-        findings.append(
-            Finding(
-                "unexplained",
-                f"gradient of the {TERMS[term]} is {_how_wrong(row, term)} at {row.cut.place}, and no experiment says "
-                f"why: {tried} (off at {kinds})",
-            )
-        )
+        part = "" if term == "gradient" else f" of the {TERMS[term]}"
+        text = f"gradient{part} is {_how_wrong(row, term)} at {row.cut.place}, and no experiment says why"
+        findings.append(Finding("unexplained", f"{text}: {tried} (off at {kinds})"))
     return findings
 
 
@@ -76,6 +72,8 @@ def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict
     wrong: dict[Cause, list[str]] = {}
     finite = [row for row in off if row.failure is None and math.isfinite(row.error)]
     kinds = {row.cut.kind for row in finite}
+    if finite and subject.noise is None and subject.remembers:
+        return {_OF_KIND["fresh"]: ["gradient", *(t for t in subject.whole.terms)]}
     if len(kinds) == 1 and (kind := next(iter(kinds))) in _OF_KIND:
         return {_OF_KIND[kind]: ["gradient", *(t for t in subject.whole.terms)]}
     for term in [t for t in TERMS if t != "gradient"]:

@@ -101,7 +101,7 @@ class Subject:
         """The same loss on another mini-batch, in the layout of the whole."""
         other = copy.copy(self)
         other.batch, other.layouts, other._healthy = batch, self.layouts[:1], {}
-        for name in ("calm", "rest", "whole", "sizes", "changes_inputs", "noise", "_twice"):
+        for name in ("calm", "rest", "whole", "sizes", "changes_inputs", "noise", "remembers", "_twice"):
             other.__dict__.pop(name, None)
         other.outcome = other.run(whole(batch, self.base))
         return other
@@ -233,6 +233,18 @@ class Subject:
         if not all(_same(outcome, self.outcome) for outcome in again):
             return "state between calls"
         return None if _same(self.run(everything, seed=1), self.outcome) else "random numbers"
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether some pieces come out otherwise where the loss is made anew for each of them."""
+
+        def anew(**inputs: Any) -> Any:
+            return self.fresh()(**inputs)
+
+        pieces = Cut("even", even(self.batch, min(3, len(self.batch.groups)), 1), self.base)
+        with contextlib.suppress(Exception):  # No answer is no verdict.
+            return not _same(self.run(pieces, loss_fn=anew), self.run(pieces))
+        return False
 
     @cached_property
     def sizes(self) -> dict[str, float]:

@@ -41,6 +41,8 @@ _COUNTED = {
 }
 _UNCOUNTED = "how many sequences or tokens the micro-batch holds, not what they hold, changes {}"
 
+_CHOSEN = "{} chooses, ranks, clips or normalises tokens by what all of the micro-batch holds"
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -99,8 +101,10 @@ def _causes(probe: Probe) -> list[Cause]:
         if inside is not None and inside.why == _UNCOUNTED:
             # A threshold answers to other values only where they cross it.
             inside = probe.content(0.1) or probe.content(4.0) or inside
+    if inside is None and probe.subject.noise is None and not found:
+        inside = probe.silenced() or probe.content(0.1) or probe.content(4.0)
     if inside is not None:
-        return [*found, probe.named_by_contract(inside)]
+        return [probe.named_by_contract(inside), *found]
     if probe.subject.noise is not None:
         return found
     ranks = probe.ratio(dp_size=(2, 1))
@@ -202,10 +206,24 @@ class Probe:
     def order_matters(self) -> bool:
         """Whether another order changes it, in rows of equal width and in rows as long as the longest."""
         turned = [i for group in self.groups[::-1] for i in group]
-        if self.differ(self.gradient(turned), self.together):
-            return True
-        base = self.subject.base
-        return self.differ(self.gradient(turned, layout=base), self.gradient(self.rows, layout=base))
+        for layout in dict.fromkeys((self.layout, self.subject.base)):
+            one, other = (self.gradient(rows, layout=layout) for rows in (turned, self.rows))
+            if self.differ(one, other):
+                # A term is what is left where another batch is subtracted, on which ties may be broken by place.
+                width = self.fixed if layout == "padded" else None
+                cuts = (Cut("even", ((tuple(rows),),), layout, width) for rows in (turned, self.rows))
+                all_of_it, same = (self.subject.run(cut).gradient for cut in cuts)
+                return float((all_of_it - same).norm()) > self.same * float(other.norm())
+        return False
+
+    def silenced(self) -> Cause | None:
+        """Whether a sequence without a gradient has one where it is alone."""
+        quiet = [group for group in self.groups if group not in self._moving]
+        valid = self.subject.batch.valid_counts
+        for group in sorted(quiet, key=lambda group: -sum(valid[i] for i in group))[:_MOST_ALONE]:
+            if float(self.gradient(group).norm()) > self.same * float(self.together.norm()):
+                return Cause("selection inside the micro-batch", _CHOSEN)
+        return None
 
     def content(self, scale: float = 1.7) -> Cause | None:
         """Whether a sequence's part depends on what the others hold, masks and lengths apart."""
@@ -220,7 +238,7 @@ class Probe:
         if "tokens" in moved:
             return Cause(
                 "selection inside the micro-batch",
-                "{} chooses, ranks or normalises tokens among those of the micro-batch",
+                _CHOSEN,
             )
         return Cause(
             "statistic of the micro-batch as a factor",
@@ -299,28 +317,32 @@ class Probe:
 
     def _counted(self, changes: Mapping[tuple[int, ...], Tensor], batch: MiniBatch) -> Cause:
         """The count that explains all changes: each is the same vector, times how much the count's power differs."""
-        everything = self._counts(batch, self.rows)
+        everything, sequences = self._counts(batch, self.rows), self.subject.batch.num_sequences
         ratios = {
             rows: {by: count / everything[by] if everything[by] else 1.0 for by, count in counts.items()}
             for rows in changes
             for counts in [self._counts(batch, rows)]
         }
-        halves = [rows for rows in changes if rows in self._halves]
 
         def explained(powers: Mapping[str, int], tolerance: float) -> bool:
-            known = [rows for rows in changes if all(ratios[rows][by] for by in powers)]
-            by = {rows: math.prod(ratios[rows][name] ** n for name, n in powers.items()) - 1 for rows in known}
-            if any(abs(by[rows]) < 1e-9 for rows in halves):
-                return False
-            direction = sum((changes[rows] / by[rows] for rows in halves), torch.zeros_like(self.together))
-            for rows in known:
-                tokens = self._tokens([i for i in set(rows) if i < self.subject.batch.num_sequences])
-                expected = torch.zeros_like(direction)
-                expected[tokens] = by[rows] * direction[tokens]
-                off = float((changes[rows] - expected).norm())
-                if off > tolerance * max(float(expected.norm()), float(direction[tokens].norm())):
+            """Whether each change is one vector times what these powers of counts change."""
+            by = {
+                rows: math.prod(ratios[rows][name] ** n for name, n in powers.items()) - 1
+                for rows in changes
+                if all(ratios[rows][name] for name in powers)
+            }
+            places = {rows: self._tokens([i for i in set(rows) if i < sequences]) for rows in by}
+            above, below = torch.zeros_like(self.together), torch.zeros_like(self.together)
+            for rows, factor in by.items():
+                above[places[rows]] += factor * changes[rows][places[rows]]
+                below[places[rows]] += factor**2
+            direction = above / below.clamp(min=1e-300)
+            for rows, factor in by.items():
+                expected, found = factor * direction[places[rows]], changes[rows][places[rows]]
+                off = float((found - expected).norm())
+                if off > tolerance * max(float(expected.norm()), float(direction[places[rows]].norm())):
                     return False
-            return True
+            return bool(direction.any())
 
         for tolerance in (1e-3, 0.03):
             for by, what in _COUNTED.items():

@@ -24,7 +24,7 @@ CAUSES = {
     "local mean": "a mean over the micro-batch's own tokens or sequences instead of a share of the mini-batch's",
     "missing dp_size": "no multiplication by dp_size, though the engine averages over ranks",
     "padded width as the norm": "a division by the padded width, which depends on the longest response around",
-    "selection inside the micro-batch": "tokens chosen, ranked or normalised among those of the micro-batch",
+    "selection inside the micro-batch": "tokens chosen, clipped or normalised by what the micro-batch holds",
     "statistic of the micro-batch as a factor": "a factor computed from what the micro-batch's tokens hold",
     "prompt group inside the micro-batch": "a statistic of the part of a prompt group that the micro-batch holds",
     "rows counted in one place and not in the other": "fully masked sequences count in the share and not in the mean",

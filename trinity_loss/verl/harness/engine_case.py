@@ -120,7 +120,7 @@ class EngineCase:
             self.split_norms,
             self.dtype,
             self.learning_rate,
-            (self.batch, self.micro_batches, self.max_tokens) if self.learning_rate else None,
+            (self.batch, self.micro_batches, self.max_tokens, self.steps) if self.learning_rate else None,
         )
 
 
