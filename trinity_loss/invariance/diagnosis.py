@@ -22,7 +22,8 @@ _LAYOUT = Cause("layout", "{} is another one in another layout of the same seque
 
 
 def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Finding]:
-    """Findings on gradient and reported loss, the gravest first; never empty where a row is above the tolerance.
+    """Findings on gradient and reported loss, the gravest first; never empty where a row is above the tolerance
+    and two calls agree.
 
     Args:
         subject: The loss.
@@ -56,7 +57,7 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
         row = reported[0]
         text = f"the reported loss is {_two(row.loss)} at {row.cut.place}, though its gradient is right"
         findings.append(Finding("reported loss", text))
-    if off and not findings:
+    if off and not findings and subject.noise is None:
         row = max(off, key=lambda row: row.gradient_error)
         term = max(row.gradients, key=lambda t: row.gradients[t].worst)
         tried = "not width, order, the values or the number of other sequences, ranks, or numbers of micro-batches"

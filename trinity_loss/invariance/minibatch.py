@@ -194,7 +194,8 @@ class MiniBatch:
         )
 
     def with_other_content(self, scale: float, *rows: int) -> MiniBatch:
-        """Values times ``scale`` in these sequences, in every field of numbers; masks and lengths stay."""
+        """Values times ``scale`` in these sequences, in every field of numbers; masks and lengths stay. Below 0,
+        the advantages alone, and all of them to one side: what is chosen among others is then chosen no more."""
         here = torch.zeros(self.num_tokens, dtype=torch.bool)
         for i in rows:
             here[self.starts[i] : self.starts[i + 1]] = True
@@ -205,6 +206,9 @@ class MiniBatch:
             # On the same side of 0: log-probs stay negative, weights positive.
             return torch.where(here, scale * values + 0.2 * values.sign(), values)
 
+        if scale < 0:
+            old = self.token_fields.get("advantages", torch.zeros_like(self.log_probs))
+            return self.with_fields(advantages=torch.where(here, -scale * old.abs(), old))
         log_probs = change(self.log_probs)
         assert log_probs is not None
         changed = {name: change(values) for name, values in self.token_fields.items()}

@@ -93,16 +93,16 @@ def _causes(probe: Probe) -> list[Cause]:
         where = "what a sequence adds to {} depends on where in the micro-batch it is, and next to which"
         return [Cause("order of the sequences", where)]
     found = []
-    if abs(probe.width() - 1) > probe.same:
+    if probe.subject.noise is None and abs(probe.width() - 1) > probe.same:
         found.append(Cause("padded width as the norm", "{} divides by the padded width, which differs between cuts"))
     inside = probe.content()
     if inside is None and probe.subject.noise is None:
         inside = probe.count()
         if inside is not None and inside.why == _UNCOUNTED:
             # A threshold answers to other values only where they cross it.
-            inside = probe.content(0.1) or probe.content(4.0) or inside
+            inside = probe.content(0.1) or probe.content(4.0) or probe.content(-4.0) or inside
     if inside is None and probe.subject.noise is None and not found:
-        inside = probe.silenced() or probe.content(0.1) or probe.content(4.0)
+        inside = probe.silenced() or probe.content(0.1) or probe.content(4.0) or probe.content(-4.0)
     if inside is not None:
         return [probe.named_by_contract(inside), *found]
     if probe.subject.noise is not None:
@@ -222,28 +222,26 @@ class Probe:
         valid = self.subject.batch.valid_counts
         for group in sorted(quiet, key=lambda group: -sum(valid[i] for i in group))[:_MOST_ALONE]:
             if float(self.gradient(group).norm()) > self.same * float(self.together.norm()):
-                return Cause("selection inside the micro-batch", _CHOSEN)
+                return self._within(Cause("selection inside the micro-batch", _CHOSEN), True)
         return None
+
+    def _within(self, cause: Cause, prompts: bool) -> Cause:
+        """A cause that is about prompts, where they are by themselves what they are in company."""
+        if not (prompts and self._within_prompts()):
+            return cause
+        compares = "{} compares the answers of a prompt that the micro-batch holds, and a cut takes them apart"
+        return Cause("prompt group inside the micro-batch", compares)
 
     def content(self, scale: float = 1.7) -> Cause | None:
         """Whether a sequence's part depends on what the others hold, masks and lengths apart."""
         moved = self._moved_by_halves(self.groups, scale)
         if not moved:
             return None
-        if self._within_prompts() and not self._moved_by_halves(self._prompts, scale):
-            return Cause(
-                "prompt group inside the micro-batch",
-                "{} compares the answers of a prompt that the micro-batch holds, and a cut takes them apart",
-            )
+        factor = "{} multiplies all of its tokens by a number computed from those of the micro-batch"
+        cause = Cause("statistic of the micro-batch as a factor", factor)
         if "tokens" in moved:
-            return Cause(
-                "selection inside the micro-batch",
-                _CHOSEN,
-            )
-        return Cause(
-            "statistic of the micro-batch as a factor",
-            "{} multiplies all of its tokens by a number computed from those of the micro-batch",
-        )
+            cause = Cause("selection inside the micro-batch", _CHOSEN)
+        return self._within(cause, bool(self._prompts) and not self._moved_by_halves(self._prompts, scale))
 
     def _moved_by_halves(self, lots: Sequence[tuple[int, ...]], scale: float) -> set[str]:
         """How either half of the lots changes with other values in the other half."""
@@ -324,7 +322,7 @@ class Probe:
             for counts in [self._counts(batch, rows)]
         }
 
-        def explained(powers: Mapping[str, int], tolerance: float) -> bool:
+        def explained(powers: Mapping[str, float], tolerance: float) -> bool:
             """Whether each change is one vector times what these powers of counts change."""
             by = {
                 rows: math.prod(ratios[rows][name] ** n for name, n in powers.items()) - 1
@@ -340,7 +338,7 @@ class Probe:
             for rows, factor in by.items():
                 expected, found = factor * direction[places[rows]], changes[rows][places[rows]]
                 off = float((found - expected).norm())
-                if off > tolerance * max(float(expected.norm()), float(direction[places[rows]].norm())):
+                if off > tolerance * max(float(expected.norm()), 0.1 * float(direction[places[rows]].norm())):
                     return False
             return bool(direction.any())
 
@@ -356,8 +354,9 @@ class Probe:
                         return Cause("rows counted in one place and not in the other", text)
                     return Cause("mean and share count different things", text)
             for by, what in _COUNTED.items():
-                if explained({by: 1}, tolerance):
-                    return Cause("local count as a factor", f"{{}} multiplies by its own micro-batch's {what}")
+                for power, how in ((1, "multiplies by"), (-0.5, "divides by the root of")):
+                    if explained({by: power}, tolerance):
+                        return Cause("local count as a factor", f"{{}} {how} its own micro-batch's {what}")
         return Cause("local count as a factor", _UNCOUNTED)
 
     def _counts(self, batch: MiniBatch, rows: Sequence[int]) -> dict[str, int]:
