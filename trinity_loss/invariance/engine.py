@@ -188,6 +188,7 @@ def run(
     build: Builder = build,
     worker: bool = True,
     as_rank: Callable[[int, int], AbstractContextManager[Any]] | None = None,
+    make: Callable[[], LossFn] | None = None,
 ) -> Outcome:
     """Runs one mini-batch.
 
@@ -200,6 +201,7 @@ def run(
         seed: Of the generators of torch, numpy and Python, for losses that draw.
         build: Makes micro-batches; one that remembers them saves time where no loss changes its input.
         worker: Whether our training worker is there, which counts more than verl's engines and trainers do.
+        make: Makes the loss anew for each piece.
         as_rank: Makes the process look like that rank of so many; the loss then gets a data-parallel group.
 
     Raises:
@@ -234,7 +236,8 @@ def run(
                 output = micro.model_output(log_probs, entropy)
                 data = micro.with_totals({"micro_batch_size_per_gpu": micro.num_rows} | shared, worker)
                 with nullcontext() if as_rank is None else as_rank(number, ranks):
-                    result = loss_fn(model_output=output, data=data, dp_group=None if as_rank is None else as_rank)
+                    called = loss_fn if make is None else make()
+                    result = called(model_output=output, data=data, dp_group=None if as_rank is None else as_rank)
                 loss, metrics = checked(result)
                 emitted[-1].append(metrics)
                 value = loss.item()

@@ -171,6 +171,7 @@ class Subject:
         loss_fn: LossFn | None = None,
         seed: int = 0,
         as_rank: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
+        make: Callable[[], LossFn] | None = None,
     ) -> Outcome:
         """Runs the loss on a cut of the mini-batch, or of a variant of it.
 
@@ -181,6 +182,7 @@ class Subject:
             loss_fn: Another loss instead.
             seed: Added to that of the generators.
             as_rank: See :func:`trinity_loss.invariance.engine.run`.
+            make: Likewise.
         """
         return run(
             loss_fn or self.loss_fn,
@@ -191,6 +193,7 @@ class Subject:
             build=self.build,
             worker=self.worker,
             as_rank=as_rank,
+            make=make,
         )
 
     @property
@@ -238,12 +241,9 @@ class Subject:
     def remembers(self) -> bool:
         """Whether some pieces come out otherwise where the loss is made anew for each of them."""
 
-        def anew(**inputs: Any) -> Any:
-            return self.fresh()(**inputs)
-
         pieces = Cut("even", even(self.batch, min(3, len(self.batch.groups)), 1), self.base)
         with contextlib.suppress(Exception):  # No answer is no verdict.
-            return not _same(self.run(pieces, loss_fn=anew), self.run(pieces))
+            return not _same(self.run(pieces, make=self.fresh), self.run(pieces))
         return False
 
     @cached_property
