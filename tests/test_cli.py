@@ -222,6 +222,25 @@ def test_a_loss_by_name_in_a_test_suite():
         bind_loss("ours:all")
 
 
+def test_a_test_suite_has_what_the_command_has(tmp_path, monkeypatch):
+    from trinity_loss.invariance import assert_invariant
+    from trinity_loss.losses_by_name import bind_loss
+
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    few = {"batch": make_mini_batch(14), "micro_batches": (1, 3), "dp_sizes": (1, 2)}
+    own = "losses_of_mine:of_my_own"
+    assert assert_invariant(bind_loss(own, fields={"my_scale": "0.5"}), **few).ok
+    with pytest.raises(ConfigError, match="the mini-batch has that field"):
+        assert_invariant(bind_loss(own, fields={"advantages": "token"}), **few)
+    paired = check_invariance(bind_loss("verl:geo_mean", group_size=2), **few)
+    assert {len(rows) % 2 for row in paired.rows for rank in row.cut.ranks for rows in rank} == {0}
+    report = assert_invariant(bind_loss("test_contracts:slime", contract="slime"), **few)
+    assert report.tolerance == 1e-5  # It is computed in float32.
+    with pytest.raises(ConfigError, match="token_budgets has no effect with the contract trl"):
+        check_invariance(bind_loss("test_contracts:compute_local", contract="trl"), token_budgets=(100,))
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [("engine_loss", 1), ("with_config", 0), ("policy_loss", 0), ("local_policy_loss", 1), ("per_token", 0)],
@@ -270,6 +289,8 @@ def test_a_layout_of_the_engines_that_was_left_out_is_in_the_sentence(call, tmp_
         (["bench", "--runs", "0"], "runs is 0; expected a whole number above 0"),
         (["bench", "--seed", "-1"], "seed is -1; expected a whole number, 0 or more"),
         (["verify", "--engine", "fsdp", "--seed", "1"], "--seed has no effect with --engine"),
+        (["verify", "--field", "advantages=3"], "the mini-batch has that field"),
+        (["verify", "--contract", "areal", "--loss", "a:b", f"{ACTOR}.clip_ratio=0.3"], "configures verl; --contract"),
         (["verify", "--steps", "3"], "--steps has no effect without --engine"),
         (["verify", "--engine", "fsdp2", "--steps", "0"], "--steps is 0; expected a whole number above 0"),
         (["verify", "--engine", "fsdp2", "--contract", "areal"], "which know no --contract areal"),

@@ -209,6 +209,8 @@ def _run_verify(arguments: argparse.Namespace) -> bool:
     if arguments.batch is not None:
         given["batch"] = load_recording(arguments.batch)
     options = Options(**given)
+    if options.contract not in ("verl", "trinity") and arguments.overrides:
+        raise ConfigError(f"{arguments.overrides[0]} configures verl; --contract is {options.contract}")
     return verify(options, compose(arguments.config_dir, arguments.config_name, arguments.overrides))
 
 

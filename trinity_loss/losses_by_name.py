@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,8 @@ def bind_loss(
     config_name: str = "ppo_trainer",
     contract: str = "verl",
     weight_fn: str | None = None,
+    fields: Mapping[str, str] | None = None,
+    group_size: int | None = None,
 ) -> BoundLoss:
     """A loss as ``trinity-loss verify --loss`` binds it, for :func:`trinity_loss.invariance.assert_invariant`.
 
@@ -94,6 +96,8 @@ def bind_loss(
         config_name: Its name.
         contract: As :func:`candidates` takes it.
         weight_fn: Likewise.
+        fields: Fields of your own, by name: ``token``, ``sequence`` or a number, as ``--field`` takes them.
+        group_size: So many consecutive sequences stay together in every cut; None: as the loss needs it.
 
     Raises:
         ConfigError: There is no such loss, or several, or the configuration does not make it.
@@ -107,7 +111,8 @@ def bind_loss(
     makers = [*candidates(spec, compose(config_dir, config_name, overrides), contract, weight_fn)]
     if len(makers) != 1:
         raise ConfigError(f"{spec} names {len(makers)} losses; expected one")
-    return makers[0]()
+    bound = makers[0]()
+    return replace(bound, fields=fields or {}, group_size=group_size or bound.group_size)
 
 
 def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Maker]:

@@ -20,8 +20,6 @@ import torch
 
 from trinity_loss.errors import ConfigError, TrinityLossError
 from trinity_loss.invariance.check import check_invariance, drawn_for
-from trinity_loss.invariance.draw import with_extra_fields
-from trinity_loss.invariance.engine import BoundLoss
 from trinity_loss.invariance.measure import describe
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.report import Report
@@ -155,7 +153,11 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
         micro_batches = options.micro_batches or (_FEW_MICRO_BATCHES if brief else _MICRO_BATCHES)
         ranks = options.ranks or (_FEW_RANKS if brief else _RANKS)
         seed = options.seed or 0
-        batch = _batch(bound, options, micro_batches, ranks, brief)
+        bound = replace(bound, fields=options.fields, group_size=options.group_size or bound.group_size)
+        batch = options.batch
+        if batch is None:
+            at_least = _FEW_SEQUENCES if brief else 36
+            batch = drawn_for(bound, micro_batches, ranks, seed, at_least=at_least)
         return check_invariance(
             bound,
             batch,
@@ -165,7 +167,7 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
             token_budgets=options.token_budgets or (),
             tolerance=options.tolerance,
             strict=options.strict,
-            dtype=getattr(torch, options.dtype or bound.contract.dtype),
+            dtype=None if options.dtype is None else getattr(torch, options.dtype),
             special=options.batch is None and not brief,
         )
     except TrinityLossError as error:
@@ -173,20 +175,6 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
     except (Exception, SystemExit) as error:
         # What a loss raises on the whole mini-batch is nobody else's fault, and a traceback would hide it.
         raise ConfigError(f"{bound.name} cannot be run: {describe(error)}{_hint(error)}") from error
-
-
-def _batch(
-    bound: BoundLoss, options: Options, micro_batches: tuple[int, ...], ranks: tuple[int, ...], brief: bool
-) -> MiniBatch:
-    if options.group_size is not None:
-        bound = replace(bound, group_size=options.group_size)
-    batch = options.batch
-    if batch is None:
-        at_least = _FEW_SEQUENCES if brief else 36
-        batch = drawn_for(bound, micro_batches, ranks, options.seed or 0, at_least=at_least)
-    if options.group_size is not None:
-        batch = replace(batch, group_size=options.group_size)
-    return with_extra_fields(batch, options.fields) if options.fields else batch
 
 
 def _hint(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from trinity_loss.errors import ConfigError
 from trinity_loss.invariance.contracts import CONTRACTS, Contract
 from trinity_loss.invariance.cuts import Cut, Layout, all_cuts, even, whole
 from trinity_loss.invariance.diagnosis import explain, masked_values, metric_finding, not_finite, totals_finding
-from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches, with_teacher
+from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches, with_extra_fields, with_teacher
 from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.invariance.measure import Subject, describe, is_ours, variant
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -41,7 +41,7 @@ def check_invariance(
     tolerance: float | None = None,
     strict: bool | None = None,
     name: str | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     special: bool | None = None,
 ) -> Report:
     """Cuts a mini-batch every way and compares gradient, reported loss and metrics with the whole.
@@ -66,7 +66,7 @@ def check_invariance(
         strict: Whether metrics that depend on the cut, and NaN at masked tokens, make the loss fail too; None:
             only for the losses of this package. They are reported in any case.
         name: Name of the loss in the report.
-        dtype: What everything is computed in.
+        dtype: What everything is computed in; None: float64, or what the loss's contract asks for.
         special: Whether special mini-batches are tried too; None: where ``batch`` is None.
 
     Returns:
@@ -97,6 +97,12 @@ def check_invariance(
         batch = drawn_for(bound, micro_batches, dp_sizes, seed)
     if bound.group_size > 1:
         batch = replace(batch, group_size=bound.group_size)
+    if bound.fields:
+        batch = with_extra_fields(batch, bound.fields)
+    if dtype is None:
+        dtype = getattr(torch, contract.dtype)
+    if contract.equal_rows and token_budgets:
+        raise ConfigError(f"token_budgets has no effect with the contract {contract.name}: its pieces have equal rows")
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype is {dtype!r}; expected torch.float64 or torch.float32")
     for field, value, rule in (

@@ -115,11 +115,14 @@ def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0
         seed: Of what is drawn.
 
     Raises:
-        ConfigError: A value is none of these.
+        ConfigError: A value is none of these, or there is a field of that name.
     """
     draw = torch.Generator().manual_seed(seed)
     tokens, rows, constants = dict(batch.token_fields), dict(batch.sequence_fields), dict(batch.constants)
+    taken = {*tokens, *rows, *constants, *batch.all_totals, "response_mask", "uid", "prompts", "responses"}
     for name, value in fields.items():
+        if name in taken:
+            raise ConfigError(f"--field is {name}={value}; the mini-batch has that field")
         if value in ("token", "sequence"):
             fields_of, size = (tokens, batch.num_tokens) if value == "token" else (rows, batch.num_sequences)
             fields_of[name] = torch.rand(size, generator=draw, dtype=torch.float64).to(batch.log_probs.dtype)

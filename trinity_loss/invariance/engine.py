@@ -55,6 +55,7 @@ class BoundLoss:
         distillation: What it reads of a teacher; None: nothing.
         fresh: Makes the loss anew, as it was before it was ever called; None: it is copied.
         contract: Whose engine calls it.
+        fields: Fields of its own, as :func:`trinity_loss.invariance.draw.with_extra_fields` takes them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class BoundLoss:
     distillation: DistillationLossConfig | None = None
     fresh: Callable[[], LossFn] | None = None
     contract: Contract = CONTRACTS["verl"]
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """The loss itself."""
