@@ -8,6 +8,8 @@ trinity-loss verify --loss scaled_trinity:all --json > runs/scaled_trinity.json
 python docs/tables.py runs/{ours,ours-float32,verl,trinity,scaled_trinity}.json > docs/invariance.md
 """
 
+import contextlib
+import io
 import json
 import math
 import sys
@@ -19,6 +21,8 @@ import torch
 
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.invariance import Report, check_invariance, make_mini_batch
+from trinity_loss.verify import Options, verify
+from trinity_loss.verl.composed import compose
 
 HEAD = """# What depends on the cut
 
@@ -41,6 +45,12 @@ over micro-batches, the reported loss and the metrics, differs by the order of t
 The check sees what is larger than that. `ppo` with a factor of 1 + ε on the loss of every piece, but not of the whole:
 """
 
+OPTIONS_HEAD = """## What goes with a loss
+
+`trinity-loss verify --loss ours` with these arguments and `+actor_rollout_ref.actor.policy_loss.loss_agg_mode=…`: the
+largest relative deviation of a gradient or a metric.
+"""
+
 TITLES = {
     "ours": "trinity_loss",
     "ours-float32": "trinity_loss, float32",
@@ -55,6 +65,22 @@ that responses are padded to, which differs between the cuts here. Trinity-RFT's
 so that there is one width in a run, and the gradient is exact there.
 """
 _MOMENTS = "trinity_loss/moments/"
+_POLICY_LOSS, _KL = "+actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.use_kl_loss=true"
+#: What goes with a loss: arguments of ``trinity-loss verify --loss ours``.
+OPTIONS = {
+    "a weight for each row": ["--field", "loss_weight=sequence", f"{_POLICY_LOSS}.row_weights=loss_weight"],
+    "a weight for each token": ["--field", "loss_weight=token", f"{_POLICY_LOSS}.row_weights=loss_weight"],
+    "`nll_on_positives`": [f"{_POLICY_LOSS}.nll_on_positives=0.1"],
+    "`off_policy_mask`": [f"{_POLICY_LOSS}.off_policy_mask=0.1"],
+    "`kl_unbiased`": [_KL, f"{_POLICY_LOSS}.kl_unbiased=true"],
+    "`top_entropy_quantile`": [f"{_POLICY_LOSS}.top_entropy_quantile=0.2"],
+    "`dppo_tv` with `kl_tau`": [
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",
+        f"{_POLICY_LOSS}.loss_args.kl_tau=0.01",
+    ],
+    "metrics of `rollout_metrics`": [f"{_POLICY_LOSS}.rollout_metrics=sequence"],
+}
+OPTION_MODES = ("token-mean", "seq-mean-token-mean", "trajectory-mean")
 
 
 def reports(path: str) -> list[dict[str, Any]]:
@@ -111,6 +137,30 @@ def gradient_table(found: list[dict[str, Any]], rounding: float) -> str:
     return table(["loss", *(f"`{mode}`" for mode in modes)], rows)
 
 
+def verified(arguments: list[str]) -> dict[str, Any]:
+    """What ``trinity-loss verify --loss ours --json`` prints with these arguments."""
+    fields = dict(arguments[i + 1].split("=") for i, word in enumerate(arguments) if word == "--field")
+    overrides = [word for word in arguments if ".policy_loss." in word or ".actor." in word]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        verify(Options(json=True, fields=fields), compose(None, "ppo_trainer", overrides))
+    report: dict[str, Any] = json.loads(printed.getvalue())
+    return report
+
+
+def option_table() -> str:
+    """Rows are options, columns are modes: the larger deviation of the gradients and of the metrics."""
+    rows = []
+    for title, arguments in OPTIONS.items():
+        cells = []
+        for mode in OPTION_MODES:
+            report = verified([*arguments, f"{_POLICY_LOSS}.loss_agg_mode={mode}"])
+            of_metrics = max(metric_errors([report]).values())
+            cells.append(written(max(worst(report), of_metrics), ROUNDING[torch.float64]))
+        rows.append([title, *cells, f"`{' '.join(arguments)}`"])
+    return table(["what goes with a loss", *(f"`{mode}`" for mode in OPTION_MODES), "arguments"], rows)
+
+
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
     """Each metric's largest relative deviation over all losses, modes and cuts.
 
@@ -164,6 +214,8 @@ def main(paths: list[str]) -> None:
         if family == "ours":
             print(SMALL_ERRORS)
             print(planted_table() + "\n")
+            print(OPTIONS_HEAD)
+            print(option_table() + "\n")
     print("## Metrics\n\nOver all losses, modes and cuts, without those that divide by the padded width. ", end="")
     print("Trinity-RFT computes some in float32.\n")
     columns = {family: metric_errors(found) for family, found in families.items()}

@@ -12,6 +12,7 @@ from ours import check, in_mode, oracle_value, run_ours
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.errors import ConfigError, FieldShapeError, FieldValueError, MissingFieldError
+from trinity_loss.invariance import check_invariance
 from trinity_loss.kl import KL_TYPES
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,6 +198,21 @@ def test_weights_that_do_not_fit():
     for form, says in ((lambda w: w[:-1], "loss_weight has shape"), (lambda w: w[:-1].tolist(), "one per row")):
         with pytest.raises(FieldShapeError, match=says):
             run(Weighing(loss, form), cut(SAMPLES), "nested")
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "trajectory-mean"])
+def test_the_instrument_counts_as_the_worker_does(mode):
+    """Everything at once over the drawn mini-batch, whose good tokens it counts itself."""
+    options = {
+        "nll_on_positives": 0.3,
+        "off_policy_mask": 0.1,
+        "kl_unbiased": True,
+        "row_weights": "rollout_is_weights",
+    }
+    report = check_invariance(EnginePolicyLoss(LossConfig(loss_agg_mode=mode, **KL, **options)))
+    assert report.ok
+    assert not report.skipped
+    assert "actor/nll_on_positives" in report.rows[0].metrics
 
 
 def test_weights_that_nobody_asked_for(monkeypatch):

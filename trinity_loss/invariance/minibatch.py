@@ -140,9 +140,14 @@ class MiniBatch:
     @cached_property
     def _counted(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         uids = self.uids or [str(i) for i in range(self.num_sequences)]
-        tokens = ResponseTokens.from_jagged(self.response_mask, torch.tensor(self.starts))
+        offsets = torch.tensor(self.starts)
+        tokens = ResponseTokens.from_jagged(self.response_mask, offsets)
+        per_token = {
+            name: torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+            for name, values in self.token_fields.items()
+        }
         num_loss_tokens = None if self.loss_mask is None else self.loss_mask.count_nonzero()
-        data = {**self.sequence_fields, "uid": list(uids)}
+        data = {**per_token, **self.sequence_fields, "uid": list(uids)}
         choices = (self.count_empty_sequences, self.count_padding_rows)
         return count_rows(Rows(tokens, data, num_loss_tokens, *choices))
 

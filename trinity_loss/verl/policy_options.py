@@ -72,7 +72,9 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         off_policy_mask: δ of the off-policy sequence mask; None: no mask.
         nll_on_positives: Weight of the negative log-likelihood of tokens of positive advantage.
         row_weights: Field of the batch that multiplies the token losses of every term; None: none.
-        loss_args: Arguments that only this ``loss_mode`` takes.
+        loss_args: Arguments that only this ``loss_mode`` takes. On a command line Hydra wants a ``+`` before what
+            verl's own configuration does not have: ``+actor_rollout_ref.actor.policy_loss.loss_args.NAME=…``, and so
+            for the other fields here.
         top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that the policy loss counts.
         selection_pass: ``forward``: a pass over the mini-batch before it is trained on says which tokens are chosen;
             ``old_log_probs``: these do, until the policy moves.
