@@ -7,6 +7,8 @@ case says otherwise. ``value`` asks that loss, summed gradient and reported metr
 
 import functools
 import math
+import re
+import sys
 import warnings
 from dataclasses import fields, replace
 from itertools import chain
@@ -33,14 +35,25 @@ from oracle import MODES, OF_THE_MINI_BATCH, POLICY_LOSSES
 from ours import BLIND_TO_EMPTY, OF_GROUPS, SCALED, check, in_mode, oracle_value, run_ours, value
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
-from workers import POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, started, train
+from workers import OURS, POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, started, train
 
+import trinity_loss.verl
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
 from trinity_loss.aggregation import SeqMeanTokenSum, TokenMean, aggregation_mode_names, find_aggregation_mode
-from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, MissingGraphError, TotalsError
+from trinity_loss.doctor import look, notes, traps
+from trinity_loss.errors import (
+    BatchError,
+    ConfigError,
+    FieldShapeError,
+    MissingFieldError,
+    MissingGraphError,
+    TotalsError,
+)
 from trinity_loss.invariance import Value, check_invariance, make_mini_batch
 from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metric_set import finish_metrics
@@ -49,7 +62,8 @@ from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.verify import Options as VerifyOptions
-from trinity_loss.verl import PolicyLossConfig
+from trinity_loss.verl import PolicyLossConfig, compat
+from trinity_loss.verl.composed import compose as read_configuration
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
 
@@ -1090,8 +1104,9 @@ def test_34_every_field_of_policy_loss_has_a_type(field, bad, expected):
 )
 @pytest.mark.usefixtures("verls_worker")
 def test_34_options_of_rollout_correction_are_checked_in_both_places(option, bad, says):
-    with pytest.raises(ConfigError, match=rf"^policy_loss\.rollout_correction[.:] ?{says}"):
-        PolicyLossConfig(rollout_correction={option: bad})
+    if "rollout_rs_threshold" not in says:  # Which may stand in the other.
+        with pytest.raises(ConfigError, match=rf"^policy_loss\.rollout_correction[.:] ?{says}"):
+            PolicyLossConfig(rollout_correction={option: bad})
     config = composed()
     OmegaConf.update(config, f"algorithm.rollout_correction.{option}", bad, force_add=True)
     with pytest.raises(ConfigError, match=rf"^algorithm\.rollout_correction[.:] ?{says}"):
@@ -1650,6 +1665,120 @@ def test_42_a_group_with_ranks_that_share_their_data_is_refused(ranks_in_group, 
     loss, times = EnginePolicyLoss(LossConfig()), ranks_in_group
     with pytest.raises(TotalsError, match=rf"dp_size is 1, .*context parallelism.* {times} times too large"):
         loss(model_output={"log_probs": log_probs}, data=batch.data, dp_group="a group")
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    ("rule", "keys"),
+    [
+        ("token_k1", ("masked_fraction", "seq_fraction_high", "seq_fraction_low", "fraction_low")),
+        ("seq_max_k2", ("mean", "max", "seq_max", "seq_fraction_high")),
+    ],
+)
+def test_43_verls_keys_are_in_what_a_worker_reports(rule, keys):
+    threshold = "0.5_2" if rule.endswith("k1") else "2"
+    options = ("bypass_mode=True", f"rollout_rs={rule}", f"rollout_rs_threshold='{threshold}'")
+    _, worker = started(*(f"{CORRECTION}.{option}" for option in options))
+    metrics = train(worker, REJECTED)
+    assert {f"rollout_corr/rollout_rs_{rule}_{key}" for key in keys} <= set(metrics)
+
+
+@pytest.mark.parametrize("old", ["0.8.0", "0.8.0.post1", "0.8.1.dev3", "0.4.1"])
+def test_44_a_version_that_is_too_old_is_one_sentence(old, monkeypatch):
+    """Where the class is made, where a configuration names it, and where the doctor looks."""
+    says = f"verl {old} is too old: trinity_loss needs verl 0.9.0 or later"
+    monkeypatch.setattr(compat, "version", lambda _: old)
+    for ask in (PolicyLossConfig, lambda: trinity_loss.verl.PolicyLossConfig):
+        with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+            ask()
+    assert look_at(OURS)[0].failure == says
+
+
+def look_at(*overrides):
+    """What the doctor sees of a configuration in this process, and the configuration."""
+    config = read_configuration(overrides=overrides)
+    return look(OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True), None), config
+
+
+def test_45_the_doctor_names_the_worker_that_goes_around():
+    seen, config = look_at(OURS)
+    (said,) = notes(seen)
+    tinker = "verl.workers.engine_workers_tinker.TinkerActorRolloutRefWorker"
+    assert said == f"{tinker}, wherever it is used, sets a training worker of its own, which goes around our loss"
+    assert traps(config, seen) == []
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("tinker", [True, False])
+def test_45_the_run_names_it_too(tinker, caplog):
+    look_at(OURS)  # Imports verl's, as nothing else here does.
+    theirs = sys.modules["verl.workers.engine_workers_tinker"].TinkerTrainingWorker if tinker else TrainingWorker
+
+    class Mine(Outer):
+        actor_worker_cls = theirs
+
+    try:
+        PolicyLossConfig()
+        assert Mine(composed()).actor_worker_cls is theirs
+        assert f"does not train: Mine trains with {theirs.__module__}.{theirs.__name__}" in caplog.text
+    finally:
+        del Mine.actor_worker_cls
+
+
+@pytest.mark.parametrize("plugins", ["none", " NONE ", "", "somebody_else", "auto"])
+def test_51_a_loss_needs_no_plugin(plugins, monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    seen, config = look_at(OURS)
+    assert (traps(config, seen), seen.ours) == ([], True)
+
+
+PAIR_LENGTHS = (9, 8, 1, 7, 2, 3, 6, 4)
+
+
+@pytest.mark.parametrize("stages", [None, 2])
+def test_53_pairs_of_dpo_stay_together(stages):
+    """Chosen and rejected in turn; by their lengths alone verl takes them apart."""
+    from test_trinity_rft import algorithm, mini_batch
+
+    from trinity_loss.trinity_rft import ScaledTrinityPolicyLoss, prepare_mini_batch
+
+    data = mini_batch([(i // 2, length, False) for i, length in enumerate(PAIR_LENGTHS)])
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=30)
+
+    def cuts():
+        batches, _ = prepare_micro_batches(data.copy(), num_batches_divided_by=stages)
+        return [batch["prompts"][:, 0].tolist() for batch in batches]
+
+    assert any(prompts[::2] != prompts[1::2] for prompts in cuts())
+    loss = ScaledTrinityPolicyLoss(algorithm("dpo", "token-mean"))
+    prepare_mini_batch(data, loss, None)
+    assert len(cuts()) > 1
+    assert all(prompts[::2] == prompts[1::2] for prompts in cuts())
+    with pytest.raises(BatchError, match="are no pairs on 1 ranks; expected chosen and rejected in turn"):
+        prepare_mini_batch(mini_batch([(i // 2, 2, False) for i in range(5)]), loss, None)
+    with pytest.raises(BatchError, match="are no pairs on 1 ranks"):
+        prepare_mini_batch(mini_batch([(i % 2, 2, False) for i in range(4)]), loss, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("rec", ("actor/pg_loss", "final_loss", "actor/kl_loss", "actor/entropy_loss")),
+        ("ppo", ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_loss")),
+    ],
+)
+def test_54_a_metric_of_trinity_is_that_of_the_mini_batch(name, keys):
+    from test_trinity_rft import NO_TOTALS, SAMPLES, STOCK, algorithm, play
+
+    from trinity_loss.trinity_rft import ScaledTrinityPolicyLoss
+
+    config = algorithm(name, "token-mean")
+    right = play(STOCK(config), cut(SAMPLES), **NO_TOTALS).metrics
+    scaled = ScaledTrinityPolicyLoss(config)
+    for parts in (cut(SAMPLES), cut(SAMPLES, 8), cut(SAMPLES, 4, 1, "uneven"), cut(SAMPLES, 2, 2)):
+        found = play(scaled, parts).metrics
+        assert {key: found[key] for key in keys} == pytest.approx({key: right[key] for key in keys}, rel=1e-6)
 
 
 def overflowing(inputs):

@@ -167,11 +167,14 @@ def _check_correction(name: str, given: Mapping[str, Any]) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ConfigError(f"{name} has {', '.join(map(str, unknown))}; expected some of {', '.join(known[1:])}")
-    for option, rule in {_BYPASS: BOOLEAN, **get_policy_loss(_BYPASS).rules}.items():
+    for option, expected in {_BYPASS: BOOLEAN, **get_policy_loss(_BYPASS).rules}.items():
         if given.get(option) is not None:
-            check(f"{name}.{option}", given[option], rule)
+            check(f"{name}.{option}", given[option], expected)
+    rule, threshold = given.get("rollout_rs"), given.get("rollout_rs_threshold")
+    if threshold is None and name != _THERE:
+        return  # It is not whole, and whoever reads it says so.
     try:
-        parse_rejections(given.get("rollout_rs"), given.get("rollout_rs_threshold"))
+        parse_rejections(rule, threshold)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
