@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from batches import build, cut, make_sequences
 from forms import Form, make_leaves
 
@@ -45,6 +46,24 @@ def test_replay(layout, tmp_path):
     samples = [PARTS.samples[i] for i in order]
     assert recorded == [x for s in samples for x, m in zip(s.log_probs, s.mask, strict=True) if m]
     assert list(batch.uids) == [s.uid for s in samples]
+
+
+def test_weights_of_rows_are_kept(tmp_path):
+    """One number a row in the run, one a token in the recording."""
+    config = replace(CONFIG, row_weights="loss_weight")
+    log_probs, entropy = make_leaves(PARTS.samples)
+    losses = []
+    for rank, micro_batches in enumerate(build(PARTS, Form("nested"))):
+        recorder = Recorder(2**20, config.row_weights)
+        for batch, rows in zip(micro_batches, PARTS.ranks[rank], strict=True):
+            batch.data["loss_weight"] = torch.tensor([0.5 + row for row in rows])
+            output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
+            recorder.add(output, batch.data)
+            losses.append(EnginePolicyLoss(config)(model_output=output, data=batch.data, dp_group=None)[0].item())
+        recorder.write(tmp_path, replace(FROM, rank=rank), config)
+    report = check_invariance(EnginePolicyLoss(config), batch=load_recording(tmp_path), micro_batches=(1, 3))
+    assert report.ok, str(report)
+    assert report.rows[0].loss.value == pytest.approx(sum(losses) / 2, rel=1e-10)
 
 
 def test_the_configuration_is_saved(tmp_path):

@@ -62,10 +62,11 @@ class Recorder:
 
     Args:
         max_bytes: A part larger than this is not kept.
+        row_weights: A field that is kept beside those that every loss has, as a weight for each token; None: none.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, row_weights: str | None = None) -> None:
+        self._max_bytes, self._row_weights = max_bytes, row_weights
         self._bytes = 0
         self._parts: list[dict[str, Any]] = []
 
@@ -75,6 +76,9 @@ class Recorder:
         if batch.tokens.offsets is None:
             raise BatchError("a packed micro-batch cannot be recorded: its rows are not sequences")
         part = _flat_part(batch)
+        if self._row_weights is not None:
+            weights = batch.weighted_by(self._row_weights).row_weights
+            part["token_fields"] |= _on_host({self._row_weights: weights})
         tensors = [*part.values(), *part["token_fields"].values()]
         self._bytes += sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
         # Past the limit nothing is held back in memory either; `write` says so.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trinity_loss.jagged import jagged_parts, stored_values
 from trinity_loss.recorder import Recorder
+from trinity_loss.verl.choice import config_of
 from trinity_loss.verl.shadow import loss_gradient
 
 #: Of one row: values per token by name, and whether the row stood first in its micro-batch.
@@ -36,11 +37,15 @@ class Observer:
 
     loss_fn: Callable[..., Any]
     record: int = 0
-    recorder: Recorder = field(default_factory=lambda: Recorder(sys.maxsize))
+    recorder: Recorder = field(init=False)
     recorded: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
     micro_batches: int = 0
     error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        config = config_of(self.loss_fn)
+        self.recorder = Recorder(sys.maxsize, None if config is None else config.row_weights)
 
     def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         self.micro_batches += 1
