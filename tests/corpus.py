@@ -653,6 +653,149 @@ def a_list_of_row_means(*, model_output, data, dp_group=None):
 
 
 # ----------------------------------------------------------------------------------------------------
+# Wrong: what took a better eye
+
+
+def of_batch(*causes, **options):
+    """A loss from a function of what is read and the micro-batch."""
+
+    def register(body):
+        def loss(*, model_output, data, dp_group=None):
+            result = body(read(model_output, data), data)
+            return result if isinstance(result, tuple) else (result, {})
+
+        if causes:
+            WRONG[body.__name__] = (loss, causes, options)
+        else:
+            RIGHT[body.__name__] = loss
+        return body
+
+    return register
+
+
+class CountByRows:
+    """Keeps the count of the first micro-batch with so many rows."""
+
+    def __init__(self):
+        self.counts = {}
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        count = self.counts.setdefault(len(b.mask), b.mask.sum().clamp(min=1))
+        return share(b.pg, b.mask, data) * b.mask.sum() / count, {}
+
+
+WRONG["cache_of_the_count_by_rows"] = (CountByRows(), (STATE,), {})
+
+
+@of_batch(CHOICE)
+def ranks_of_advantages(b, data):
+    """Among all tokens; without advantages the ties are broken by place."""
+    flat = b.adv.masked_fill(b.mask == 0, -1e9).flatten()
+    order = flat.argsort().argsort().view_as(b.adv).to(b.pg.dtype)
+    return share(-(order / order.numel()) * b.ratio, b.mask, data)
+
+
+@of_batch(CHOICE, FACTOR)
+def better_half_of_the_rows(b, data):
+    means = (b.adv * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)
+    return share(b.pg * (means >= means.median())[:, None], b.mask, data)
+
+
+@of_batch(CHOICE, FACTOR)
+def best_row_only(b, data):
+    sums = (b.adv * b.mask).sum(1)
+    return share(b.pg * (sums == sums.max()).to(b.pg.dtype)[:, None], b.mask, data)
+
+
+@of_batch(CHOICE, FACTOR)
+def clip_range_of_the_measured_kl(b, data):
+    """As wide as the micro-batch is off policy."""
+    eps = 0.1 + 0.3 * float(local_token_mean((b.log_prob - b.old).detach().abs(), b.mask, data))
+    return share(torch.maximum(-b.adv * b.ratio, -b.adv * b.ratio.clamp(1 - eps, 1 + eps)), b.mask, data)
+
+
+@of_batch(FACTOR)
+def a_coefficient_of_two(b, data):
+    """The KL's is one where the measured KL is small, and another where it is not."""
+    measured = float(local_token_mean(b.kl.detach(), b.mask, data))
+    return share(b.pg, b.mask, data) + (0.05 if measured > 0.12 else 0.5) * share(b.kl, b.mask, data)
+
+
+@of_batch(FACTOR)
+def log_sum_exp_over_rows(b, data):
+    rows = (b.pg * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)
+    return torch.logsumexp(rows, 0) * len(rows) / data["global_batch_size"] * data["dp_size"]
+
+
+@of_batch(FACTOR, CHOICE)
+def a_hundredth_of_a_percent_by_the_deviation(b, data):
+    valid = _valid(b.adv, b.mask)
+    return share(b.pg * (1 + 1e-4 * (valid.std() if len(valid) > 1 else 1.0)), b.mask, data)
+
+
+@of_batch(COUNT)
+def log_of_the_count(b, data):
+    return share(b.pg, b.mask, data) * torch.log1p(b.mask.sum())
+
+
+@of_batch(COUNT, LOCAL)
+def over_the_root_of_both_counts(b, data):
+    both = b.mask.sum().clamp(min=1) * data["batch_num_tokens"]
+    return (b.pg * b.mask).sum() / both.sqrt() * data["dp_size"]
+
+
+@of_batch(GROUP)
+def leave_one_out(b, data):
+    rewards = (b.adv * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)
+    uids = list(tu.get(data, "uid"))
+    same = torch.tensor([[float(one == other) for other in uids] for one in uids], dtype=b.pg.dtype)
+    others = (same @ rewards - rewards) / (same.sum(1) - 1).clamp(min=1)
+    return share(-(rewards - others)[:, None] * b.ratio, b.mask, data)
+
+
+@of_batch(GROUP)
+def best_answer_of_the_prompt(b, data):
+    uids, sums = list(tu.get(data, "uid")), (b.adv * b.mask).sum(1)
+    best = [max(sums[j] for j in range(len(uids)) if uids[j] == uid) for uid in uids]
+    return share(b.pg * (sums == torch.stack(best)).to(b.pg.dtype)[:, None], b.mask, data)
+
+
+@of_batch(GROUP, LOCAL)
+def half_of_it_over_the_prompts_here(b, data):
+    here = len(set(tu.get(data, "uid")))
+    return 0.5 * share(b.pg, b.mask, data) + 0.5 * (b.pg * b.mask).sum() / here * data["dp_size"] / 5
+
+
+@of_batch("rank identity")
+def kl_on_the_last_rank(b, data):
+    d = torch.distributed
+    last = not d.is_initialized() or d.get_rank() == d.get_world_size() - 1
+    return share(b.pg, b.mask, data) + 0.05 * share(b.kl, b.mask, data) * float(last)
+
+
+@of_batch(DRAWS)
+def dropout_of_tokens(b, data):
+    return share(torch.nn.functional.dropout(b.pg, 0.1), b.mask, data)
+
+
+@of_batch(LOCAL)
+def local_entropy_where_padded(b, data):
+    mean = share if data["advantages"].is_nested else local_token_mean
+    return share(b.pg, b.mask, data) - 0.01 * mean(b.entropy, b.mask, data)
+
+
+@of_batch("missing dp_size")
+def root_of_dp_size(b, data):
+    return share(b.pg, b.mask, data) / data["dp_size"] ** 0.5
+
+
+@of_batch("metric depends on the cut", strict=True)
+def a_sum_without_the_ranks(b, data):
+    return share(b.pg, b.mask, data), {"actor/tokens": Metric(AggregationType.SUM, b.mask.sum())}
+
+
+# ----------------------------------------------------------------------------------------------------
 # Right
 
 
@@ -865,3 +1008,53 @@ def nothing_to_gain(*, model_output, data, dp_group=None):
 def masked_select(*, model_output, data, dp_group=None):
     b = read(model_output, data)
     return b.pg[b.mask > 0].sum() * data["dp_size"] / data["batch_num_tokens"], {}
+
+
+@of_batch()
+def rows_that_moved_far_are_out(b, data):
+    moved = ((b.old - b.log_prob).detach() * b.mask).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True).clamp(min=1)
+    return share(b.pg * (moved.abs() < 0.2), b.mask, data)
+
+
+@of_batch()
+def clip_range_by_position(b, data):
+    eps = 0.1 + 0.2 / (1 + torch.arange(b.mask.shape[1], dtype=b.pg.dtype))
+    clipped = torch.minimum(torch.maximum(b.ratio, 1 - eps), 1 + eps)
+    return share(torch.maximum(-b.adv * b.ratio, -b.adv * clipped), b.mask, data)
+
+
+@of_batch()
+def metrics_of_other_types(b, data):
+    loss = share(b.pg, b.mask, data)
+    lowest = float(torch.where(b.mask > 0, b.adv, 1e9).min())
+    return loss, {"actor/a": np.float32(0.1), "actor/b": torch.tensor(0.1), "adv_min": Metric("min", lowest)}
+
+
+@of_batch()
+def nothing_times_a_local_mean(b, data):
+    return share(b.pg, b.mask, data) + 0.0 * b.kl.mean()
+
+
+@right
+def a_field_changed_and_put_back(*, model_output, data, dp_group=None):
+    kept = data["advantages"]
+    data["advantages"] = kept * 1.0
+    b = read(model_output, data)
+    data["advantages"] = kept
+    return share(b.pg, b.mask, data), {}
+
+
+class KeepsALog:
+    """Remembers what it returned, and reads it never."""
+
+    def __init__(self):
+        self.log = []
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        loss = share(b.pg, b.mask, data)
+        self.log.append(float(loss))
+        return loss, {}
+
+
+RIGHT["keeps_a_log"] = KeepsALog()

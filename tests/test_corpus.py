@@ -17,6 +17,7 @@ def first_cause(report):
     return next((finding.name for finding in report.findings if finding.counts), "ok")
 
 
+@pytest.mark.timeout(1800)
 def test_the_confusion_table(capsys):
     """Rows are causes that name a loss truly, and how it was judged."""
     threads = torch.get_num_threads()
