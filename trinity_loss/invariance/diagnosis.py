@@ -46,7 +46,7 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
         who = (
             "the loss"
             if everything
-            else f"its {' and '.join(TERMS[t] for t in of)} term".replace("terms term", "terms")
+            else f"its {' and '.join(TERMS[t] for t in of)} term".replace("its other terms term", "the rest of it")
         )
         findings.append(Finding(cause.name, f"gradient{part} is {how} at {row.cut.place}: {cause.why.format(who)}"))
     broken = [row for row in off if row.failure or not math.isfinite(row.error)]

@@ -220,7 +220,9 @@ class Subject:
     def changes_inputs(self) -> bool:
         """Whether the loss answers otherwise where it is handed the same tensors again; they are not, after this."""
         rows = range(self.batch.num_sequences)
-        if _same(*self._twice) or _equal(self.build(self.batch, rows, self.base, None), self.batch, self.base):
+        if all(_same(outcome, self.outcome) for outcome in self._twice) or _equal(
+            self.build(self.batch, rows, self.base, None), self.batch, self.base
+        ):
             return False
         self.build = build
         return True

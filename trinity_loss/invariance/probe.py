@@ -39,6 +39,8 @@ _COUNTED = {
     "prompts": "prompts",
     "all tokens": "tokens, prompts included",
 }
+#: The tokens of either sign of advantage, each with a mean of its own.
+_SIGNS = {"positive": "tokens with a positive advantage", "negative": "tokens with a negative advantage"}
 _UNCOUNTED = "how many sequences or tokens the micro-batch holds, not what they hold, changes {}"
 
 _CHOSEN = "{} chooses, ranks, clips or normalises tokens by what all of the micro-batch holds"
@@ -322,21 +324,22 @@ class Probe:
             for counts in [self._counts(batch, rows)]
         }
 
-        def explained(powers: Mapping[str, float], tolerance: float) -> bool:
-            """Whether each change is one vector times what these powers of counts change."""
+        def explained(powers: Mapping[str, float], tolerance: float, where: Tensor | None = None) -> bool:
+            """Whether each change, at these tokens, is one vector times what these powers of counts change."""
             by = {
                 rows: math.prod(ratios[rows][name] ** n for name, n in powers.items()) - 1
                 for rows in changes
                 if all(ratios[rows][name] for name in powers)
             }
             places = {rows: self._tokens([i for i in set(rows) if i < sequences]) for rows in by}
+            seen = {rows: changes[rows] if where is None else changes[rows] * where for rows in by}
             above, below = torch.zeros_like(self.together), torch.zeros_like(self.together)
             for rows, factor in by.items():
-                above[places[rows]] += factor * changes[rows][places[rows]]
+                above[places[rows]] += factor * seen[rows][places[rows]]
                 below[places[rows]] += factor**2
             direction = above / below.clamp(min=1e-300)
             for rows, factor in by.items():
-                expected, found = factor * direction[places[rows]], changes[rows][places[rows]]
+                expected, found = factor * direction[places[rows]], seen[rows][places[rows]]
                 off = float((found - expected).norm())
                 if off > tolerance * max(float(expected.norm()), 0.1 * float(direction[places[rows]].norm())):
                     return False
@@ -357,13 +360,40 @@ class Probe:
                 for power, how in ((1, "multiplies by"), (-0.5, "divides by the root of")):
                     if explained({by: power}, tolerance):
                         return Cause("local count as a factor", f"{{}} {how} its own micro-batch's {what}")
+        moved = sum((change.abs() for change in changes.values()), torch.zeros_like(self.together))
+        near = self.same * float(moved.norm())
+        signs = {sign: at for sign, at in self._signs(batch).items() if float((moved * at).norm()) > near}
+        if signs and all(explained({sign: -1}, 1e-3, chosen) for sign, chosen in signs.items()):
+            of = " and over its ".join(_SIGNS[sign] for sign in signs)
+            return Cause("local mean", f"{{}} averages over its own micro-batch's {of}")
+        off = [float(change @ self.together / (self.together @ self.together)) for change in changes.values()]
+        if max(map(abs, off)) < 2**-8 and min(off) < 0 < max(off):
+            return Cause("counts in low precision", "{} rounds a count or a share to a type of few digits")
         return Cause("local count as a factor", _UNCOUNTED)
+
+    def _signs(self, batch: MiniBatch) -> dict[str, Tensor]:
+        """The tokens with a gradient by the sign of their advantage; empty where there are no advantages."""
+        advantages = batch.token_fields.get("advantages")
+        if advantages is None:
+            return {}
+        values = advantages[: self.together.numel()]
+        return {
+            name: here
+            for name, here in zip(_SIGNS, (values > 0, values < 0), strict=True)
+            if (here * self.together).any()
+        }
 
     def _counts(self, batch: MiniBatch, rows: Sequence[int]) -> dict[str, int]:
         uids = batch.uids or [str(i) for i in range(batch.num_sequences)]
         lengths = [int(batch.response_lengths[i]) for i in rows]
         valid = [batch.valid_counts[i] for i in rows]
+        advantages = batch.token_fields.get("advantages", torch.zeros_like(batch.log_probs)) * (
+            batch.response_mask != 0
+        )
+        advantages = torch.cat([advantages[batch.starts[i] : batch.starts[i + 1]] for i in rows])
         return {
+            "positive": int((advantages > 0).sum()),
+            "negative": int((advantages < 0).sum()),
             "tokens": sum(valid),
             "sequences": len(rows),
             "valid sequences": sum(count > 0 for count in valid),
@@ -391,5 +421,9 @@ class Probe:
         """Smaller micro-batches: every second sequence; then single sequences, the longest ones first, which show
         it best, and the shortest, which show what a mean is over."""
         few = [half for half in self._halves if half]
+        # Between them and single ones: what all single ones have in common is no count.
+        few += [
+            tuple(i for group in lot for i in group) for lot in (self._moving[::4], self._moving[:3]) if len(lot) > 1
+        ]
         few += self._moving[:_MOST_ALONE] + self._moving[_MOST_ALONE:][-3:]
         return list(dict.fromkeys(few))
