@@ -64,6 +64,39 @@ SCALED = """Trinity-RFT's own losses through `trinity_loss.trinity_rft`. `seq-me
 that responses are padded to, which differs between the cuts here. Trinity-RFT's trainer pads a batch before it is cut,
 so that there is one width in a run, and the gradient is exact there.
 """
+CHECKED = """What `verify` says first and after it, by cause, and where that stands in the source, looked up by hand.
+"""
+_AGG, _UTILS = "`core_algos.py:1191` (`loss_mask.shape[-1]` without a `loss_scale_factor`)", "`algorithm/utils.py`"
+_MIX = "`mix_policy_loss.py:75-113`, `chord_policy_loss.py:192-233`"
+#: Of a family, by cause, then by loss (``*``: any other), where in its source that stands.
+SOURCES = {
+    "verl": {
+        "padded width as the norm": {"*": _AGG},
+        "random numbers": {"clip_cov": "`core_algos.py:1823` (`torch.randperm`)"},
+        "selection inside the micro-batch": {
+            "clip_cov": "`core_algos.py:1812` (a covariance with means of the micro-batch)",
+            "kl_cov": "`core_algos.py:1905-1907` (`topk` of that covariance)",
+        },
+        "local mean": {"geo_mean": "`core_algos.py:2000` (`torch.mean` over rows, whatever the mode)"},
+        "empty micro-batch": {"bypass_mode": "`rollout_corr_helper.py:442, 690, 838` (raise)"},
+    },
+    "trinity": {
+        "local mean": {
+            "rec": "`rec_policy_loss.py:132` (`masked_mean`, whatever the mode)",
+            "mix": _MIX,
+            "mix_chord": _MIX,
+            "*": f"{_UTILS}:28, 33, 38 (`masked_mean`, `mean`), and `trainer/verl/losses.py` weights nothing",
+        },
+        "padded width as the norm": {"*": f"{_UTILS}:42 (`mask.shape[-1]`)"},
+        "missing dp_size": {"*": f"{_UTILS}:43 (a sum over a constant), times nothing in `losses.py`"},
+        "statistic of the micro-batch as a factor": {"dpo": "`dpo_loss.py:35-50` (one pair of all rows' sums)"},
+        "local count as a factor": {"mix": _MIX, "mix_chord": _MIX},
+        "fails on a cut": {
+            "mix": "`mix_policy_loss.py:99, 113` (no metrics where a micro-batch has no such rows)",
+            "mix_chord": "`chord_policy_loss.py:209-233` (a mean over no rows)",
+        },
+    },
+}
 _MOMENTS = "trinity_loss/moments/"
 _POLICY_LOSS, _KL = "+actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.use_kl_loss=true"
 #: What goes with a loss: arguments of ``trinity-loss verify --loss ours``.
@@ -161,6 +194,23 @@ def option_table() -> str:
     return table(["what goes with a loss", *(f"`{mode}`" for mode in OPTION_MODES), "arguments"], rows)
 
 
+def causes_table(family: str, found: list[dict[str, Any]]) -> str:
+    """What is said of each loss, in which modes, and where it stands in the source."""
+    modes: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for report in found:
+        loss, _, mode = report["loss"].partition(":")[2].partition(" ")
+        causes = tuple(dict.fromkeys(finding["name"] for finding in report["findings"] if finding["counts"]))
+        modes.setdefault((loss, causes), []).append(mode)
+    most = max(len({mode for (loss, _), of in modes.items() if loss == one for mode in of}) for one, _ in modes)
+    rows = []
+    for (loss, causes), of in modes.items():
+        places = [SOURCES[family][cause].get(loss) or SOURCES[family][cause]["*"] for cause in causes]
+        where = "; ".join(dict.fromkeys(places)) or "–"
+        all_of = "all" if len(of) == most else ", ".join(f"`{mode}`" for mode in of)
+        rows.append([f"`{loss}`", all_of, ", then ".join(causes) or "ok", where])
+    return table(["loss", "modes", "causes", "in the source"], rows)
+
+
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
     """Each metric's largest relative deviation over all losses, modes and cuts.
 
@@ -211,6 +261,9 @@ def main(paths: list[str]) -> None:
         if family == "scaled_trinity":
             print(SCALED)
         print(gradient_table(found, ROUNDING[dtype_of(family)]) + "\n")
+        if family in SOURCES:
+            print(CHECKED)
+            print(causes_table(family, found) + "\n")
         if family == "ours":
             print(SMALL_ERRORS)
             print(planted_table() + "\n")
