@@ -135,6 +135,8 @@ REJECTING = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_thre
         [f"{ACTOR}.use_dynamic_bsz=True"],
         ["actor_rollout_ref.rollout.n=4"],
         [f"{ACTOR}.clip_ratio_high=0.28"],
+        [f"{ACTOR}.optim.clip_grad=0.3"],
+        [f"{ACTOR}.fsdp_config.qat.enable=True"],
     ],
 )
 def test_options_that_are_kept_twice_and_agree(overrides):
@@ -160,6 +162,8 @@ def test_options_that_are_kept_twice_and_agree(overrides):
             [f"{ACTOR}.entropy_checkpointing=True", f"{ACTOR}.fsdp_config.entropy_checkpointing=False"],
             "verl reads actor_rollout_ref.actor.fsdp_config.entropy_checkpointing",
         ),
+        ([f"{ACTOR}.grad_clip=0.3"], f"verl reads {ACTOR}.optim.clip_grad, which is 1.0"),
+        ([f"{ACTOR}.qat.enable=True"], f"verl reads {ACTOR}.fsdp_config.qat.enable, which is False"),
         ([f"{ACTOR}.rollout_n=2"], "verl reads actor_rollout_ref.rollout.n"),
         (["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"], "fails at its start"),
     ],

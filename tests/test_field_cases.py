@@ -1514,7 +1514,7 @@ def near(settings, rows, dtype, **fields):
 
 
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-@pytest.mark.parametrize("mode", ["ppo", "gspo", "gmpo", "cispo", "dpo"])
+@pytest.mark.parametrize("mode", ["ppo", "gspo", "gmpo", "cispo", "luspo", "vespo", "dpo"])
 def test_32_sums_in_float32_are_those_in_float64(mode, agg):
     """A sequence of 128k tokens; one after the other, float32 is 1e-3 off."""
     rows = 2 if mode == "dpo" else 1

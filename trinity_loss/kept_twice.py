@@ -16,7 +16,7 @@ _ENGINE_SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config"}
 #: Where verl reads what stands in several sections; elsewhere it is the engine's.
 _READ_FROM = {"strategy": _ACTOR, "use_remove_padding": _MODEL, "use_fused_kernels": _MODEL}
 #: One option under two names: the one that nothing reads, and the other.
-_RENAMED = ((f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"),)
+_RENAMED = ((f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"), (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"))
 
 
 def option_traps(config: DictConfig, *, ours: bool) -> list[str]:
@@ -44,12 +44,17 @@ def _sections(config: DictConfig) -> Iterator[str]:
         defaults = _defaults(section)
         for name, value in section.items():
             read = _READ_FROM.get(name, engine)
-            if place == read or name.startswith("_") or name not in sections.get(read, {}) or hasattr(value, "keys"):
+            if place == read or name.startswith("_") or name not in sections.get(read, {}):
+                continue
+            other = sections[read][name]
+            if hasattr(value, "keys"):  # A part with a switch, such as `qat`.
+                if value.get("enable") and not other.get("enable"):
+                    yield _differ(f"{place}.{name}.enable", value.enable, f"{read}.{name}.enable", other.get("enable"))
                 continue
             if name == "ulysses_sequence_parallel_size" and place == _ACTOR and value > 1:
                 continue  # Above 1 verl copies it.
-            if value not in (sections[read][name], defaults.get(name)):
-                yield _differ(f"{place}.{name}", value, f"{read}.{name}", sections[read][name])
+            if value not in (other, defaults.get(name)):
+                yield _differ(f"{place}.{name}", value, f"{read}.{name}", other)
 
 
 def _defaults(section: Any) -> dict[str, Any]:
@@ -63,7 +68,8 @@ def _defaults(section: Any) -> dict[str, Any]:
 def _renamed(config: DictConfig) -> Iterator[str]:
     for place, read in _RENAMED:
         value, other = _select(config, place), _select(config, read)
-        if None not in (value, other) and value != other:
+        unsaid = _defaults(_select(config, place.rpartition(".")[0])).get(place.rpartition(".")[2])
+        if None not in (value, other) and value not in (other, unsaid):
             yield _differ(place, value, read, other)
     dynamic, of_rollout = (
         _select(config, key) for key in (f"{_ACTOR}.use_dynamic_bsz", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
