@@ -45,6 +45,11 @@ over micro-batches, the reported loss and the metrics, differs by the order of t
 The check sees what is larger than that. `ppo` with a factor of 1 + ε on the loss of every piece, but not of the whole:
 """
 
+ONE_CELL = """ One cell by itself:
+
+```bash
+trinity-loss verify --loss ours:vespo +actor_rollout_ref.actor.policy_loss.loss_agg_mode=trajectory-mean
+```"""
 OPTIONS_HEAD = """## What goes with a loss
 
 `trinity-loss verify --loss ours` with these arguments and `+actor_rollout_ref.actor.policy_loss.loss_agg_mode=…`: the
@@ -257,7 +262,7 @@ def main(paths: list[str]) -> None:
     families = {Path(path).stem: reports(path) for path in paths}
     print(HEAD)
     for family, found in families.items():
-        print(f"## Gradient: {TITLES.get(family, family)}\n\nEach term alone.\n")
+        print(f"## Gradient: {TITLES.get(family, family)}\n\nEach term alone.{ONE_CELL * (family == 'ours')}\n")
         if family == "scaled_trinity":
             print(SCALED)
         print(gradient_table(found, ROUNDING[dtype_of(family)]) + "\n")
