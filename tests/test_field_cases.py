@@ -1175,6 +1175,8 @@ def test_35_nothing_is_written_over(tmp_path):
         ("config", ConfigError, "rank-1.pt in .* is of entropy_coeff 0.1; expected 0.0"),
         ("missing", MissingFieldError, "lacks rank-1.pt; expected the parts of 2 ranks"),
         ("surplus", ConfigError, "holds rank-2.pt; expected the parts of 2 ranks"),
+        ("cut short", ConfigError, "rank-1.pt cannot be read: .*; expected what torch.save"),
+        ("empty", ConfigError, "rank-1.pt cannot be read: "),
         ("alone", ConfigError, "is one rank's share of a mini-batch of 2 ranks"),
     ],
 )
@@ -1193,6 +1195,9 @@ def test_35_files_that_do_not_belong_together_are_refused(change, error, says, t
         if rank and change == {"rank": 0}:
             recorder.write(tmp_path / "wrong", replace(origin, rank=0), config)
             (tmp_path / "wrong" / "rank-0.pt").replace(tmp_path / "rank-1.pt")
+    if change in ("cut short", "empty"):
+        content = (tmp_path / "rank-1.pt").read_bytes()
+        (tmp_path / "rank-1.pt").write_bytes(content[: len(content) // 2 if change == "cut short" else 0])
     if change == "missing":
         (tmp_path / "rank-1.pt").unlink()
     if change == "surplus":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Mapping
 from itertools import accumulate
@@ -26,8 +27,8 @@ def load_recording(path: str | Path) -> MiniBatch:
         path: The folder of a mini-batch, whose ranks are put together, or one file.
 
     Raises:
-        ConfigError: The file holds the share of one rank among others; the files of a folder are not of one
-            mini-batch of one run.
+        ConfigError: A file cannot be read, or holds the share of one rank among others; the files of a folder are not
+            of one mini-batch of one run.
         MissingFieldError: The folder lacks a rank; the file holds something else.
     """
     return join_ranks(_parts_at(Path(path)))
@@ -50,7 +51,11 @@ def recorded_config(path: str | Path) -> LossConfig:
 
 def _load(path: Path) -> dict[str, Any]:
     """The plain data of a file; nothing in it is executed."""
-    plain = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        plain = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        said = str(error).partition(". ")[0]
+        raise ConfigError(f"{path} cannot be read: {said}; expected what torch.save of plain data wrote") from error
     if not isinstance(plain, Mapping):
         raise MissingFieldError(
             f"{path} holds a {type(plain).__name__}; expected the dictionary of MiniBatch.to_dict()"
