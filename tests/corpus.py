@@ -795,6 +795,61 @@ def a_sum_without_the_ranks(b, data):
     return share(b.pg, b.mask, data), {"actor/tokens": Metric(AggregationType.SUM, b.mask.sum())}
 
 
+@of_batch(FACTOR, CHOICE)
+def gate_on_effective_sample_size(b, data):
+    weights = b.ratio.detach()[b.mask > 0]
+    size = float(weights.sum() ** 2 / (weights**2).sum() / len(weights)) if len(weights) else 1.0
+    return share(b.pg, b.mask, data) * (1.0 if size > 0.75 else 0.3)
+
+
+@of_batch(LOCAL)
+def good_and_bad_tokens_apart(b, data):
+    good, bad = b.mask * (b.adv > 0), b.mask * (b.adv <= 0)
+    return local_token_mean(b.pg, good, data) + local_token_mean(b.pg, bad, data)
+
+
+@of_batch(LOCAL)
+def likelihood_of_good_tokens(b, data):
+    """A term with a mean over a subset of its own."""
+    return share(b.pg, b.mask, data) + 0.1 * local_token_mean(-b.log_prob, b.mask * (b.adv > 0), data)
+
+
+@of_batch(LOW)
+def share_in_bfloat16(b, data):
+    part = (b.mask.sum() / data["batch_num_tokens"]).bfloat16().to(b.pg.dtype)
+    return local_token_mean(b.pg, b.mask, data) * part * data["dp_size"]
+
+
+@of_batch("inputs changed in place")
+def normalises_in_place_once(b, data):
+    """The second call changes nothing more."""
+    values = data["advantages"]
+    values = values.values() if values.is_nested else values
+    values.div_(values.abs().max().clamp(min=0.5) * 1.1)
+    return share(b.pg, b.mask, data)
+
+
+@of_batch(CHOICE, FACTOR)
+def softmax_over_rows(b, data):
+    rows = (b.log_prob * b.mask).sum(1) / b.mask.sum(1).clamp(min=1)
+    return -rows.log_softmax(0).sum() * data["dp_size"] / data["global_batch_size"]
+
+
+class LongestSoFar:
+    """Divides by the longest response it ever saw."""
+
+    def __init__(self):
+        self.width = 0
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        self.width = max(self.width, b.mask.shape[1])
+        return (b.pg * b.mask).sum() / self.width * data["dp_size"] / data["global_batch_size"], {}
+
+
+WRONG["longest_so_far"] = (LongestSoFar(), (STATE, "padded width as the norm"), {})
+
+
 # ----------------------------------------------------------------------------------------------------
 # Right
 
@@ -1058,3 +1113,25 @@ class KeepsALog:
 
 
 RIGHT["keeps_a_log"] = KeepsALog()
+
+
+@of_batch()
+def two_terms_with_shares_of_their_own(b, data):
+    return share(b.pg, b.mask, data) + 0.05 * sequences(b.kl, b.mask, data)
+
+
+@of_batch()
+def a_billionth(b, data):
+    return 1e-9 * share(b.pg, b.mask, data)
+
+
+@of_batch()
+def last_token_of_each_row(b, data):
+    last = (b.mask.flip(1).cumsum(1).flip(1) == 1) * b.mask
+    return share(b.pg * last, b.mask, data)
+
+
+@of_batch()
+def running_ratio_of_the_row(b, data):
+    running = ((b.log_prob - b.old) * b.mask).cumsum(1).clamp(-2, 2).exp().detach()
+    return share(-b.adv * running * b.log_prob, b.mask, data)

@@ -102,9 +102,9 @@ def _causes(probe: Probe) -> list[Cause]:
         inside = probe.count()
         if inside is not None and inside.why == _UNCOUNTED:
             # A threshold answers to other values only where they cross it.
-            inside = probe.content(0.1) or probe.content(4.0) or probe.content(-4.0) or inside
+            inside = probe.crossed() or inside
     if inside is None and probe.subject.noise is None and not found:
-        inside = probe.silenced() or probe.content(0.1) or probe.content(4.0) or probe.content(-4.0)
+        inside = probe.silenced() or probe.crossed()
     if inside is not None:
         return [probe.named_by_contract(inside), *found]
     if probe.subject.noise is not None:
@@ -217,6 +217,10 @@ class Probe:
                 all_of_it, same = (self.subject.run(cut).gradient for cut in cuts)
                 return float((all_of_it - same).norm()) > self.same * float(other.norm())
         return False
+
+    def crossed(self) -> Cause | None:
+        """:meth:`content` with values that cross thresholds."""
+        return next(filter(None, map(self.content, (0.1, 4.0, -4.0, 40.0))), None)
 
     def silenced(self) -> Cause | None:
         """Whether a sequence without a gradient has one where it is alone."""
