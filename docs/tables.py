@@ -207,13 +207,14 @@ def causes_table(family: str, found: list[dict[str, Any]]) -> str:
         causes = tuple(dict.fromkeys(finding["name"] for finding in report["findings"] if finding["counts"]))
         modes.setdefault((loss, causes), []).append(mode)
     most = max(len({mode for (loss, _), of in modes.items() if loss == one for mode in of}) for one, _ in modes)
-    rows = []
+    losses: dict[tuple[str, ...], list[str]] = {}
     for (loss, causes), of in modes.items():
         places = [SOURCES[family][cause].get(loss) or SOURCES[family][cause]["*"] for cause in causes]
-        where = "; ".join(dict.fromkeys(places)) or "–"
         all_of = "all" if len(of) == most else ", ".join(f"`{mode}`" for mode in of)
-        rows.append([f"`{loss}`", all_of, ", then ".join(causes) or "ok", where])
-    return table(["loss", "modes", "causes", "in the source"], rows)
+        row = (all_of, ", then ".join(causes) or "ok", "; ".join(dict.fromkeys(places)) or "–")
+        losses.setdefault(row, []).append(f"`{loss}`")
+    rows = [[", ".join(names), *row] for row, names in losses.items()]
+    return table(["losses", "modes", "causes", "in the source"], rows)
 
 
 def metric_errors(found: list[dict[str, Any]]) -> dict[str, float]:
