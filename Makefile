@@ -11,7 +11,7 @@ TRINITY_RFT := .venv/trinity-rft
 # Two processes share the files of tests; those that start engines stay in one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: help setup train compare audit trinity-rft check-gpu soak test test-ci test-all lint format clean
+.PHONY: help setup train compare audit trinity-rft check-gpu soak test test-ci test-all lint format lines clean
 
 help:
 	@echo "make setup             install everything into .venv (quick when up to date)"
@@ -25,6 +25,7 @@ help:
 	@echo "make audit             audit the first step of the toy run in FSDP2 and in Megatron: ARGS='hydra overrides'"
 	@echo "make check-gpu         on a machine with GPUs: what a CPU cannot show, in ten minutes"
 	@echo "make lint | format     check | fix the style"
+	@echo "make lines             lines of the package by part"
 	@echo "make clean             remove caches, builds and runs"
 
 setup: $(STAMP)
@@ -80,6 +81,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+lines:
+	@$(PYTHON) tests/lines.py
 
 clean:
 	rm -rf build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -488,12 +488,11 @@ def run_all(job: tuple[str, list[AuditRun]]) -> list[AuditResult]:
 
 def audit_all(engine: str, runs: list[AuditRun], timeout: float = 500.0) -> list[AuditResult]:
     """What the runs found, in order; runs that share an engine stand next to each other."""
-    from trinity_loss.verl.harness import ENVIRONMENTS
+    from trinity_loss.verl.harness import ON_CPU
     from trinity_loss.verl.harness.launch import launch
 
     runs = [replace(run, case=replace(run.case, trinity_worker=True)) for run in runs]
-    environment = {**ENVIRONMENTS[engine], "CUDA_VISIBLE_DEVICES": ""}
-    return launch("audit_runs", (engine, runs), environment=environment, timeout=timeout)
+    return launch("audit_runs", (engine, runs), environment=ON_CPU, timeout=timeout)
 
 
 if __name__ == "__main__":

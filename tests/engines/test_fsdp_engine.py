@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 from engine_losses import MODES, TOLERANCE, assert_in_effect, assert_same, by_label, ours
+from faulty_losses import FailsOnRank, NanOnRank
 
 from trinity_loss import LossConfig, TrinityPolicyLoss
 from trinity_loss.verl.harness import BatchSpec, EngineCase, EngineError, EngineResult, run_cases
-from trinity_loss.verl.harness.faulty_losses import FailsOnRank, NanOnRank
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from engine_losses import MODES, assert_in_effect, assert_same, by_label, ours
+from faulty_losses import WithoutMicroBatchFactor
 
 from trinity_loss import LossConfig, TrinityPolicyLoss
 from trinity_loss.verl.harness import BatchSpec, EngineCase, run_cases
-from trinity_loss.verl.harness.faulty_losses import WithoutMicroBatchFactor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -38,11 +38,7 @@ MODULES = {
     "megatron": "trinity_loss.verl.harness.megatron",
     "ray": "trinity_loss.verl.harness.ray_fsdp",
 }
-ENVIRONMENTS = {
-    "fsdp": {"VERL_PLATFORM": "cpu"},
-    "ray": {"VERL_PLATFORM": "cpu"},
-    "megatron": {"VERL_PLATFORM": "cpu"},
-}
+ON_CPU = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # verl finds CUDA by itself. Looking whether it is there must not start it before the ranks do.
 ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -85,7 +81,7 @@ def run_cases(
     if ray and device != "cpu":
         raise ValueError("Ray workers are available on the CPU only")
     kind = "ray" if ray else engine
-    environment = ENVIRONMENTS[kind] | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA
+    environment = ON_CPU if device == "cpu" else ON_CUDA
     with tempfile.TemporaryDirectory(prefix="trinity_") as folder:
         job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
         results: list[EngineResult] = launch(MODULES[kind], job, environment=environment, timeout=timeout)

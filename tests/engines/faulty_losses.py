@@ -1,7 +1,5 @@
 """Losses that go wrong in known ways, to see that a check would notice."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
