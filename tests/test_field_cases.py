@@ -1298,6 +1298,15 @@ def test_39_what_does_more_than_verls_loss_trains_and_is_named(bind, caplog):
 
 
 @pytest.mark.usefixtures("verls_worker")
+def test_39_a_loss_that_was_put_in_its_place_is_named_once(caplog):
+    _, worker = started()
+    worker.loss_fn = of_a_trainer
+    for _ in range(2):
+        train(worker, token_losses([1, 1, 1], [5]))
+    assert caplog.text.count("it does not train: a trainer set test_field_cases.of_a_trainer as the loss") == 1
+
+
+@pytest.mark.usefixtures("verls_worker")
 @pytest.mark.parametrize("carry", [lambda ours: ours, lambda ours: ours.__call__, lambda ours: functools.partial(ours)])
 def test_39_what_carries_our_configuration_is_ours(carry, caplog):
     loss = carry(EnginePolicyLoss(LossConfig()))

@@ -154,10 +154,22 @@ class TrinityWorkerMixin:
         if ours is not None:
             logger.info("trinity_loss: training with %s", ours)
         elif self.selected and config_of(loss_fn) is None:
-            _say_bypassed(
-                f"a trainer set {name_of(loss_fn)} as the loss (if that calls it after all, let it have its .config)"
-            )
-        return loss_fn if ours is None else ours
+            self._say_another(loss_fn)
+        self._known = loss_fn if ours is None else ours
+        return self._known
+
+    def _say_another(self, loss_fn: Any) -> None:
+        _say_bypassed(
+            f"a trainer set {name_of(loss_fn)} as the loss (if that calls it after all, let it have its .config)"
+        )
+
+    def training_config(self) -> LossConfig | None:
+        """What the loss of ours that trains computes; None where another does, which the log names."""
+        config = config_of(self.loss_fn)
+        if self.selected and config is None and self.loss_fn is not self._known:
+            self._known = self.loss_fn  # It came by another way than set_loss_fn.
+            self._say_another(self.loss_fn)
+        return config
 
     def _warn_of_unread(self, policy_loss: PolicyLossOptions) -> None:
         """Says what is asked of rollout correction where nothing reads it."""
@@ -244,7 +256,7 @@ def make_training_worker(base: type[Any]) -> type[Any]:
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: TensorDict) -> TensorDict:
             self.steps.next_mini_batch()
-            config = config_of(self.loss_fn)
+            config = self.training_config()
             if config is None:
                 return super().train_batch(data)
             self.count(data, config)
