@@ -1393,12 +1393,19 @@ def cuts_of(samples):
     constant=1.5,
 )
 def test_29_a_total_below_what_is_there_divides_in_every_cut(layout, mode, right, recwarn):
-    """Six rows of one token of loss 1, and whoever counts sends 4."""
+    """Six rows of one token of loss 1, and whoever counts sends 4.
+
+    A count of trajectories, which only our worker sends, is refused where a micro-batch proves it wrong.
+    """
     samples = token_losses(*[[1]] * 6)
     totals = tuple(
         (name, 4) for name in ("batch_num_tokens", "global_batch_size", "batch_num_prompts", "batch_num_trajectories")
     )
     for parts in cuts_of(samples):
+        if mode.startswith("trajectory") and max(len(rows) for rank in parts.ranks for rows in rank) > 4:
+            with pytest.raises(TotalsError, match="batch_num_trajectories is 4, but this micro-batch alone holds 6"):
+                value(in_mode(mode), parts, layout, totals=totals)
+            continue
         assert value(in_mode(mode), parts, layout, totals=totals) == ALIKE(right)
 
 
@@ -1798,7 +1805,8 @@ def test_54_a_metric_of_trinity_is_that_of_the_mini_batch(name, keys):
 def overflowing(inputs):
     """A loss with extremes that are infinite at a token that counts."""
     large = (400 * inputs.advantages).exp()
-    return TokenLoss(-inputs.advantages, maxima={"actor/x_max": large}, minima={"actor/x_min": -large})
+    values = -inputs.advantages * inputs.log_prob
+    return TokenLoss(values, maxima={"actor/x_max": large}, minima={"actor/x_min": -large})
 
 
 @every_layout
