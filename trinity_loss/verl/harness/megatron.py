@@ -61,7 +61,8 @@ def worker_config(case: EngineCase, model: str) -> Any:
         model_config=HFModelConfig(path=model, use_remove_padding=case.packed),
         engine_config=engine,
         optimizer_config=McoreOptimizerConfig(
-            optimizer="sgd",
+            # Megatron's distributed optimizer knows Adam alone; with a rate of 0 either keeps the weights.
+            optimizer="sgd" if case.learning_rate else "adam",
             lr=case.learning_rate,
             weight_decay=0.0,
             clip_grad=NO_CLIP,
