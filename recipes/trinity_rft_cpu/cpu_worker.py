@@ -7,10 +7,14 @@ without having one. And for the table of the run every update reports the number
 from typing import Any
 
 import torch
+import verl.workers.config.engine
 from verl.workers.engine_workers import TrainingWorker
 
 import trinity_loss.verl.cpu.register  # noqa: F401  (the import registers)
+from trinity_loss.verl.cpu.megatron_config import CpuMcoreEngineConfig
 
+# Trinity-RFT's configuration of verl names that class by its path and lets nobody name another.
+verl.workers.config.engine.McoreEngineConfig = CpuMcoreEngineConfig
 torch.cuda.get_device_capability = lambda device=None: (0, 0)
 _postprocess_output = TrainingWorker._postprocess_output
 

@@ -89,8 +89,11 @@ def write_configuration(folder: Path, data: Path, options: argparse.Namespace, l
         settings["buffer.train_batch_size"] = 16  # Pairs, which are two rows each.
     for key, value in settings.items():
         OmegaConf.update(config, key, value)
-    overrides = OmegaConf.from_dotlist(options.overrides)
-    OmegaConf.save(OmegaConf.merge(config, overrides), folder / "config.yaml")
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist(options.overrides))
+    if config.trainer.trainer_strategy == "megatron":
+        # mbridge saves in that way only what was loaded from several files. FSDP's checkpoints have no such field.
+        OmegaConf.update(config, "trainer.trainer_config.actor.checkpoint.mbridge_config.memory_efficient", False)
+    OmegaConf.save(config, folder / "config.yaml")
     return folder / "config.yaml"
 
 
