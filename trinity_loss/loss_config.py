@@ -101,7 +101,7 @@ class LossConfig:
     """What the loss is. Frozen, picklable, checked when made; field names are verl's where verl has one.
 
     Attributes:
-        loss_mode: Policy loss, see :func:`trinity_loss.policy.policy_loss_names`, or ``package.module:function``.
+        loss_mode: Policy loss, see :func:`trinity_loss.registry.policy_loss_names`, or ``package.module:function``.
         loss_agg_mode: Aggregation mode, see :func:`trinity_loss.aggregation.aggregation_mode_names`.
         loss_scale_factor: Divisor of the modes that have a constant one.
         clip_ratio: Clip range below and above 1.
