@@ -1519,7 +1519,7 @@ def test_31_entropy_without_a_graph_is_refused(layout, make):
             make(LossConfig())(model_output=output, data=batch.data)[0].backward()
 
 
-LONG = 2**17
+LONG = 2**17 - 29  # Of a power of two, sums of equal shares are exact in any order.
 
 
 def near(settings, rows, dtype, **fields):
@@ -1559,6 +1559,24 @@ def test_32_sums_of_a_sequence_in_every_layout(packed):
     for found in (tokens, jagged):
         sums = found.sum_per_sequence(values.reshape(-1))
         assert sums[found.counts > 0].tolist() == [pytest.approx(values[0].double().sum().item(), rel=1e-7)] * 2
+
+
+def of_near_policies(dtype):
+    """Metrics of bypass mode where log-ratios are about 1e-3: what is left of e^x - 1 - x is half a millionth."""
+    draw = torch.Generator().manual_seed(1)
+    old = -0.5 - 0.4 * torch.rand(2, LONG, generator=draw)
+    log_probs = (old + 1e-3 * torch.randn(2, LONG, generator=draw)).to(dtype)
+    data = {"old_log_probs": old.to(dtype), "advantages": torch.ones(2, LONG), "response_mask": torch.ones(2, LONG)}
+    rejecting = {"rollout_rs": "seq_sum_k3,token_k3,seq_max_k3", "rollout_rs_threshold": "9"}
+    loss = TrinityPolicyLoss(LossConfig(loss_mode="bypass_mode", loss_args=rejecting | {"rollout_is": "token"}))
+    return loss(model_output={"log_probs": log_probs.requires_grad_()}, data=data)[1]
+
+
+def test_32_divergences_of_near_policies():
+    narrow, wide = map(of_near_policies, DTYPES)
+    for name, right in wide.items():
+        if any(word in name for word in ("k3", "chi2")):
+            assert narrow[name] == pytest.approx(right, rel=1e-6, abs=1e-10), name
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
 from trinity_loss.jagged import jagged_parts
-from trinity_loss.log_ratio import LOG_RATIO_LIMIT, LogRatio, limited, limited_exp
+from trinity_loss.log_ratio import LOG_RATIO_LIMIT, LogRatio, limited
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.rules import POSITIVE, check
 from trinity_loss.tokens import ResponseTokens
@@ -106,8 +106,8 @@ def add_offpolicy_metrics(
     rollout_log_ppl = -tokens.mean_per_sequence(rollout_log_prob)
     # Not the difference of the two, which leaves little of it where the policies are near.
     difference = -tokens.mean_per_sequence(log_ratio.values)
-    ratio = limited_exp(log_ratio.values)
-    of_sequence = limited_exp(log_ratio.of_sequence("sequence"))
+    # Where the policies are near, the terms of the divergences leave little of each other.
+    of_token, of_sequence = (limited(x.double()) for x in (log_ratio.values, log_ratio.of_sequence("sequence")))
     per_sequence: Mapping[str, Tensor] = {
         "training_ppl": perplexity(log_ppl),
         "training_log_ppl": log_ppl,
@@ -116,12 +116,12 @@ def add_offpolicy_metrics(
         "log_ppl_diff": difference,
         "log_ppl_abs_diff": difference.abs(),
         "ppl_ratio": perplexity(difference),
-        "chi2_seq": of_sequence.square() - 1,
+        "chi2_seq": (2 * of_sequence).expm1(),
     }
     per_token: Mapping[str, Tensor] = {
         "kl": -log_ratio.values,
-        "k3_kl": ratio - limited(log_ratio.values) - 1,
-        "chi2_token": ratio.square() - 1,
+        "k3_kl": of_token.expm1() - of_token,
+        "chi2_token": (2 * of_token).expm1(),
     }
     for name, values in per_sequence.items():
         metrics.add_moments(values, log_ratio.sequence_weights, {prefix + name: "mean"})

@@ -77,7 +77,7 @@ class Rejection:
         divergence = {
             "k1": lambda: -values,
             "k2": lambda: 0.5 * values.square(),
-            "k3": lambda: values.exp() - 1 - values,
+            "k3": lambda: values.double().expm1() - values,
         }[self.name[-2:]]()
         if self.name.startswith("token"):
             return divergence

@@ -314,10 +314,15 @@ class ResponseTokens:
         return total / self.counts.clamp(min=1).to(values.dtype)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Gives each token the value of its sequence: [S] to [N]; differentiable."""
-        if self.labels is None and not values.requires_grad:
-            return torch.repeat_interleave(values, self.lengths, output_size=self.size)
-        return values.index_select(0, self.sequence)
+        """Gives each token the value of its sequence: [S] to [N]; differentiable.
+
+        Its gradient is a sum over each sequence, and adds up as :meth:`sum_per_sequence` does.
+        """
+        if not values.requires_grad:
+            if self.labels is None:
+                return torch.repeat_interleave(values, self.lengths, output_size=self.size)
+            return values.index_select(0, self.sequence)
+        return values.to(torch.float64).index_select(0, self.sequence).to(values.dtype)
 
     def select(self, values: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Values [..., N] with another number at uncounted tokens: neither value nor gradient comes from there.
