@@ -83,7 +83,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 lines:
-	@$(PYTHON) tests/lines.py
+	@$(PYTHON) tests/lines.py $(ARGS)
 
 clean:
 	rm -rf build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle import Sample
+from oracle import COUNTS, GROUPS, OF_VERL, Sample
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -25,8 +25,8 @@ from verl.workers.utils.padding import left_right_2_no_padding
 LAYOUTS = ("nested", "padded", "packed")
 FIELDS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "rollout_log_probs")
 POISON = (float("nan"), float("inf"), float("-inf"))
-#: For ``Form.totals``: a micro-batch without the engine's counts.
-NO_TOTALS = (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))
+#: For ``Form.totals``: a micro-batch without any count.
+NO_TOTALS = tuple((name, None) for name in (*COUNTS, *GROUPS, "dp_size"))
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Form:
         number: Type of the totals: ``int``, ``float``, ``tensor``, ``numpy`` or ``NonTensorData``.
         bare: Only what our loss reads.
         leave_out: Fields that are not there.
-        prompts: What the training worker counts of prompt groups is there.
-        count_empty_prompts: Groups without a token are counted too.
+        groups: What the training worker counts of groups is there.
+        count_empty_groups: Groups without a token are counted too.
         counts: What the training worker counts of tokens and sequences is there.
         totals: Counts that take the place of the engine's; None leaves one out.
     """
@@ -74,8 +74,8 @@ class Form:
     number: str = "int"
     bare: bool = False
     leave_out: tuple[str, ...] = ()
-    prompts: bool = False
-    count_empty_prompts: bool = True
+    groups: bool = False
+    count_empty_groups: bool = True
     counts: bool = False
     totals: tuple[tuple[str, Any], ...] = ()
 
@@ -171,29 +171,19 @@ def _rectangle(rows: Sequence[Sequence[Any]], width: int, filler: Any, memory: s
 
 def totals_of(samples: Sequence[Sample], ranks: int, form: Form) -> dict[str, Any]:
     """What engine, trainer and, as far as the form says so, training worker count of the mini-batch."""
-    given: dict[str, Any] = {
-        "batch_num_tokens": sum(s.tokens for s in samples),
-        "dp_size": ranks,
-        "global_batch_size": len(samples),
-    }
-    if form.prompts:
-        counted = samples if form.count_empty_prompts else [s for s in samples if s.tokens]
-        given["batch_num_prompts"] = len({s.uid for s in counted})
-        given["batch_num_trajectories"] = len({s.trajectory for s in counted})
-    if form.counts:
-        given["batch_num_valid_tokens"] = given["batch_num_tokens"]
-        given["batch_num_positive_tokens"] = sum(a > 0 for s in samples for a in s.valid(s.advantages))
-        given["batch_num_nonempty_sequences"] = sum(s.tokens > 0 for s in samples)
-        given["batch_num_real_sequences"] = sum(not s.uid.startswith("pad") for s in samples)
+    given: dict[str, Any] = {"dp_size": ranks}
+    given |= {name: count(samples) for name, count in COUNTS.items() if form.counts or name in OF_VERL}
+    if form.groups:
+        counted = samples if form.count_empty_groups else [s for s in samples if s.tokens]
+        given |= {name: len({group.key(s) for s in counted}) for name, group in GROUPS.items()}
     return {k: v for k, v in (given | dict(form.totals)).items() if v is not None}
 
 
 def group_tokens(samples: Sequence[Sample], i: int) -> dict[str, int]:
-    """Tokens of the prompt group and of the trajectory of a sequence, by the fields that carry them."""
-    here = samples[i]
+    """Tokens of each group that a sequence belongs to, by the fields that carry them."""
     return {
-        "prompt_num_tokens": sum(s.tokens for s in samples if s.uid == here.uid),
-        "trajectory_num_tokens": sum(s.tokens for s in samples if s.trajectory == here.trajectory),
+        group.per_row: sum(s.tokens for s in samples if group.key(s) == group.key(samples[i]))
+        for group in GROUPS.values()
     }
 
 
@@ -214,7 +204,7 @@ def _row_by_row(
     width = form.width or max(s.length for s in alike) + form.spare
     lengths, prompts = [s.length for s in picked], [s.prompt_length for s in picked]
     data: dict[str, Any] = {"uid": [s.uid for s in picked], "session_id": [s.session for s in picked]}
-    if form.prompts:
+    if form.groups:
         sizes_of = [group_tokens(samples, i) for i in rows]
         data |= {name: torch.tensor([sizes[name] for sizes in sizes_of]) for name in sizes_of[0]}
     for name in ("mask", *form.fields):
@@ -277,8 +267,7 @@ def _packed(
         queue = queue[size:]
     width = form.width or max(sum(samples[i].length for i in pack) for pack in packs) + form.spare
     packs.extend([] for _ in range(form.padding_rows))
-    starts, uids = positions(samples), sorted({s.uid for s in samples})
-    trajectories = sorted({s.trajectory for s in samples})
+    starts = positions(samples)
     # Tokens of one row in an order of their own: only the ids say which belong together.
     order = np.random.default_rng(len(rows)).permutation(width) if form.ids != 1 else np.arange(width)
 
@@ -292,16 +281,17 @@ def _packed(
 
     data: dict[str, Any] = {
         "segment_ids": spread(lambda k, i: [form.ids * (k + 1)] * samples[i].length, 0, torch.int64, form.memory),
-        # Ids at padding are anybody's.
-        "prompt_ids": numbers(lambda i: uids.index(samples[i].uid) - 2, 9),
-        "trajectory_ids": numbers(lambda i: trajectories.index(samples[i].trajectory) - 3, 8),
         "response_mask": spread(lambda k, i: samples[i].mask, int(form.poison), form.mask_dtype, form.memory),
     }
+    for k, group in enumerate(GROUPS.values()):
+        keys = sorted({group.key(s) for s in samples})
+        # Ids at padding are anybody's.
+        data[group.ids] = numbers(lambda i, g=group, keys=keys, k=k: keys.index(g.key(samples[i])) - 2 - k, 9 - k)
     for name in form.fields:
         dtype = form.field_dtype or form.dtype
         data[name] = spread(lambda k, i, name=name: getattr(samples[i], name), filler, dtype, form.memory)
-    if form.prompts:
-        for name in ("prompt_num_tokens", "trajectory_num_tokens"):
+    if form.groups:
+        for name in (group.per_row for group in GROUPS.values()):
             data[name] = numbers(lambda i, name=name: group_tokens(samples, i)[name], 7)
     index = spread(lambda k, i: _response(samples, starts, i), -1, torch.int64, "contiguous")
     return data, _gatherer(index, filler, form)

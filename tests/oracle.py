@@ -21,17 +21,6 @@ import torch
 from torch import Tensor
 
 VERL_GUARD = 1e-8
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-    "constant",
-    "trajectory-mean",
-    "trajectory-mean-token-sum-norm",
-)
 
 
 @dataclass(frozen=True)
@@ -121,56 +110,114 @@ def kl_estimate(log_prob: Tensor, ref: float, kind: str) -> Tensor:
 # Aggregation
 
 
-def group_keys(samples: Sequence[Sample], mode: str) -> list[Hashable]:
-    """What tells the group that a mode averages over: the prompt, or the trajectory."""
-    return [s.trajectory if mode.startswith("trajectory") else s.uid for s in samples]
+#: What is counted over the sequences of a mini-batch, by the field that brings it to the loss.
+COUNTS: dict[str, Callable[[Sequence[Sample]], int]] = {
+    "batch_num_tokens": lambda samples: sum(s.tokens for s in samples),
+    "global_batch_size": len,
+    "batch_num_valid_tokens": lambda samples: sum(s.tokens for s in samples),
+    "batch_num_positive_tokens": lambda samples: sum(a > 0 for s in samples for a in s.valid(s.advantages)),
+    "batch_num_nonempty_sequences": lambda samples: sum(s.tokens > 0 for s in samples),
+    "batch_num_real_sequences": lambda samples: sum(not s.uid.startswith("pad") for s in samples),
+}
+#: Those that verl sends by itself; our training worker adds the others.
+OF_VERL = ("batch_num_tokens", "global_batch_size")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sequences that belong together, each group of which counts as one.
+
+    Attributes:
+        key: What the sequences of a group have in common.
+        per_row: The field with the tokens of each row's group.
+        ids: The field that tells the groups of a packed micro-batch.
+    """
+
+    key: Callable[[Sample], Hashable]
+    per_row: str
+    ids: str
+
+
+#: Counts of groups, by the field that brings the number of them.
+GROUPS = {
+    "batch_num_prompts": Groups(lambda s: s.uid, "prompt_num_tokens", "prompt_ids"),
+    "batch_num_trajectories": Groups(lambda s: s.trajectory, "trajectory_num_tokens", "trajectory_ids"),
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A sum over sequences, or over the groups that it counts, divided by a count of the mini-batch.
+
+    Attributes:
+        total: What it is divided by, one of :data:`COUNTS` or :data:`GROUPS`; None: nothing.
+        summand: What a sequence or group with a token adds, given the losses of its tokens, how many tokens it had
+            before the loss itself rejected some, and ``loss_scale_factor``.
+        scaled: Whether it has that factor.
+    """
+
+    total: str | None
+    summand: Callable[[list[Tensor], int, float], Tensor]
+    scaled: bool = False
+
+
+AGGREGATIONS = {
+    "token-mean": Mode("batch_num_tokens", lambda losses, size, scale: plus(losses)),
+    "token-sum": Mode(None, lambda losses, size, scale: plus(losses)),
+    "seq-mean-token-sum": Mode("global_batch_size", lambda losses, size, scale: plus(losses)),
+    "seq-mean-token-mean": Mode("global_batch_size", lambda losses, size, scale: plus(losses) / len(losses)),
+    "seq-mean-token-sum-norm": Mode("global_batch_size", lambda losses, size, scale: plus(losses) / scale, scaled=True),
+    "prompt-mean": Mode("batch_num_prompts", lambda losses, size, scale: plus(losses) / size),
+    "constant": Mode(None, lambda losses, size, scale: plus(losses) / scale, scaled=True),
+    "trajectory-mean": Mode("batch_num_trajectories", lambda losses, size, scale: plus(losses) / size),
+    "trajectory-mean-token-sum-norm": Mode(
+        "batch_num_trajectories", lambda losses, size, scale: plus(losses) / scale, scaled=True
+    ),
+}
+MODES = tuple(AGGREGATIONS)
+
+
+def plus(losses: list[Tensor]) -> Tensor:
+    """Their sum, one after the other."""
+    return sum(losses, scalar(0.0))
+
+
+def denominator(samples: Sequence[Sample], mode: str, *, count_empty_sequences: bool = True) -> float:
+    """What ``mode`` divides by: counted over all sequences, as they were before the loss itself rejected some tokens.
+
+    ``count_empty_sequences`` counts, or leaves out, sequences and groups without a token.
+    """
+    total = AGGREGATIONS[mode].total
+    if total is None:
+        return 1.0
+    if total == "global_batch_size" and not count_empty_sequences:
+        total = "batch_num_nonempty_sequences"
+    if total in GROUPS:
+        return float(len({GROUPS[total].key(s) for s in samples if s.tokens or count_empty_sequences}))
+    return float(COUNTS[total](samples))
 
 
 def aggregate(
+    samples: Sequence[Sample],
     values: list[list[Tensor]],
-    groups_of: Sequence[Hashable],
     mode: str,
     *,
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: float = math.nan,
     count_empty_sequences: bool = True,
-    before: list[int] | None = None,
 ) -> tuple[Tensor, float]:
-    """Numerator and denominator of ``mode``; ``values[i]`` holds the valid tokens of sequence i.
-
-    ``groups_of[i]`` tells its prompt group, or its trajectory in a mode of those.
-
-    ``count_empty_sequences`` counts, or leaves out, sequences and prompt groups without a token. ``before`` is how
-    many tokens each sequence had before the loss rejected some: a mean over the tokens of the mini-batch, or of a
-    prompt group, divides by those.
-    """
-    before = [len(v) for v in values] if before is None else before
-    nothing = scalar(0.0)
-    counted = [v for v in values if v or count_empty_sequences]
-    if mode == "token-mean":
-        return sum((x for v in values for x in v), nothing), float(sum(before))
-    if mode == "token-sum":
-        return sum((x for v in values for x in v), nothing), 1.0
-    if mode == "constant":
-        assert loss_scale_factor is not None
-        return sum((x for v in values for x in v), nothing) / loss_scale_factor, 1.0
-    if mode == "seq-mean-token-sum":
-        return sum((sum(v, nothing) for v in counted), nothing), float(len(counted))
-    if mode == "seq-mean-token-sum-norm":
-        assert loss_scale_factor is not None
-        return sum((sum(v, nothing) / loss_scale_factor for v in counted), nothing), float(len(counted))
-    if mode == "seq-mean-token-mean":
-        return sum((sum(v, nothing) / len(v) for v in counted if v), nothing), float(len(counted))
-    if mode in ("prompt-mean", "trajectory-mean", "trajectory-mean-token-sum-norm"):
-        groups: dict[Hashable, list[Tensor]] = defaultdict(list)
-        sizes: dict[Hashable, int] = defaultdict(int)
-        for key, v, size in zip(groups_of, values, before, strict=True):
-            groups[key].extend(v)
-            sizes[key] += size
-        kept = [key for key in groups if sizes[key] or count_empty_sequences]
-        if mode == "trajectory-mean-token-sum-norm":
-            sizes = dict.fromkeys(sizes, loss_scale_factor)
-        return sum((sum(groups[key], nothing) / sizes[key] for key in kept if sizes[key]), nothing), float(len(kept))
-    raise ValueError(mode)
+    """Numerator and denominator of ``mode``; ``values[i]`` holds the tokens of sequence i that the loss has left."""
+    of = AGGREGATIONS[mode]
+    losses: dict[Hashable, list[Tensor]] = defaultdict(list)
+    sizes: dict[Hashable, int] = defaultdict(int)
+    for i, (s, left) in enumerate(zip(samples, values, strict=True)):
+        key = GROUPS[of.total].key(s) if of.total in GROUPS else i
+        losses[key].extend(left)
+        sizes[key] += s.tokens
+    numerator = scalar(0.0)
+    for key, left in losses.items():
+        if left:
+            numerator = numerator + of.summand(left, sizes[key], loss_scale_factor)
+    return numerator, denominator(samples, mode, count_empty_sequences=count_empty_sequences)
 
 
 def ratio(numerator: Tensor, denominator: float) -> Tensor:
@@ -186,9 +233,72 @@ def mean(values: list[float], guard: float = 0.0) -> float:
 # per token. The caller multiplies by the rollout weights, unless the loss has done so itself.
 
 TokenMetrics = dict[str, list[float]]
-PolicyLoss = Callable[..., tuple[list[Tensor], TokenMetrics]]
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """A loss, and what the tests give it.
+
+    Attributes:
+        name: Its own name, which is not an alias.
+        fn: The loss of one sequence.
+        arguments: Values of each of its ``loss_args``: the default (None where one must be given), that of most tests,
+            and others that generated configurations have too.
+        weighs_itself: Whether it applies the rollout weights.
+        agg_mode: The aggregation mode that is part of it.
+    """
+
+    name: str
+    fn: Callable[..., tuple[list[Tensor], TokenMetrics]]
+    arguments: dict[str, tuple[Any, ...]]
+    weighs_itself: bool = False
+    agg_mode: str | None = None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.arguments.items() if values[0] is not None}
+
+    @property
+    def tried(self) -> dict[str, Any]:
+        return {name: values[1] for name, values in self.arguments.items()}
+
+
+#: By name, aliases included.
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def policy_loss(
+    *names: str, weighs_itself: bool = False, agg_mode: str | None = None, **arguments: tuple[Any, ...]
+) -> Callable[[Any], Any]:
+    """Declares a loss for all tests, see :class:`PolicyLoss`."""
+
+    def declare(fn: Any) -> Any:
+        POLICY_LOSSES.update(dict.fromkeys(names, PolicyLoss(names[0], fn, arguments, weighs_itself, agg_mode)))
+        return fn
+
+    return declare
+
 
 CLIPFRAC, CLIPFRAC_LOWER, PPO_KL = "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"
+
+
+def usual_metrics(ratios: list[float], kl: list[float], clipped: Any = (), lower: Any = ()) -> TokenMetrics:
+    """What most losses report: clipped fractions, drift, and the ratio's mean and extremes."""
+    zeros = [0.0] * len(ratios)
+    metrics = {CLIPFRAC: list(clipped) or zeros, CLIPFRAC_LOWER: list(lower) or zeros, PPO_KL: kl}
+    return metrics | {f"actor/ratio_{of}": ratios for of in ("mean", "max", "min")}
+
+
+def reduced(key: str, values: list[float]) -> float:
+    """A metric over the tokens of the mini-batch: its name says whether it is the largest, the smallest or the mean."""
+    if "max" in key or "min" in key:
+        return (max if "max" in key else min)(values, default=0.0)
+    return mean(values)
+
+
+def ratio_of(log_ratio: float) -> float:
+    """The probability ratio, limited as verl does."""
+    return math.exp(min(max(log_ratio, -20.0), 20.0))
 
 
 def _surrogate(advantage: float, r: Tensor, a: Any) -> tuple[Tensor, bool]:
@@ -197,8 +307,9 @@ def _surrogate(advantage: float, r: Tensor, a: Any) -> tuple[Tensor, bool]:
     return (bounded, True) if bounded > free else (free, False)
 
 
+@policy_loss("ppo", "vanilla")
 def ppo(log_probs, old, advantages, weights, a):
-    losses, clipped, lower, kl = [], [], [], []
+    losses, clipped, lower, kl, ratios = [], [], [], [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         log_ratio = clamp(lp - o, -20.0, 20.0)
         loss, hit = _surrogate(adv, torch.exp(log_ratio), a)
@@ -211,12 +322,15 @@ def ppo(log_probs, old, advantages, weights, a):
         clipped.append(float(hit))
         lower.append(float(hit_lower))
         kl.append(-log_ratio.item())
-    return losses, {CLIPFRAC: clipped, CLIPFRAC_LOWER: lower, PPO_KL: kl}
+        ratios.append(math.exp(log_ratio.item()))
+    return losses, usual_metrics(ratios, kl, clipped, lower)
 
 
+@policy_loss("luspo", agg_mode="seq-mean-token-sum")
+@policy_loss("gspo")
 def gspo(log_probs, old, advantages, weights, a):
     if not log_probs:
-        return [], {CLIPFRAC: [], CLIPFRAC_LOWER: [], PPO_KL: []}
+        return [], usual_metrics([], [])
     differences = [lp.item() - o for lp, o in zip(log_probs, old, strict=True)]
     sequence_log_ratio = sum(differences) / len(differences)
     losses, clipped = [], []
@@ -225,12 +339,13 @@ def gspo(log_probs, old, advantages, weights, a):
         loss, hit = _surrogate(adv, r, a)
         losses.append(loss)
         clipped.append(float(hit))
-    zeros = [0.0] * len(losses)
-    return losses, {CLIPFRAC: clipped, CLIPFRAC_LOWER: zeros, PPO_KL: [-d for d in differences]}
+    ratios = [math.exp(min(sequence_log_ratio, 10.0))] * len(losses)
+    return losses, usual_metrics(ratios, [-d for d in differences], clipped)
 
 
+@policy_loss("cispo")
 def cispo(log_probs, old, advantages, weights, a):
-    losses, clipped, kl = [], [], []
+    losses, clipped, kl, ratios = [], [], [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         log_ratio = clamp(lp - o, -20.0, 20.0)
         r = math.exp(log_ratio.item())
@@ -238,31 +353,34 @@ def cispo(log_probs, old, advantages, weights, a):
         losses.append(-inside * adv * lp)
         clipped.append(float(inside != r))
         kl.append(-log_ratio.item())
-    return losses, {CLIPFRAC: clipped, CLIPFRAC_LOWER: [0.0] * len(losses), PPO_KL: kl}
+        ratios.append(r)
+    return losses, usual_metrics(ratios, kl, clipped)
 
 
+@policy_loss("sapo", tau_pos=(1.0, 1.3, 0.7), tau_neg=(1.05, 1.7, 2.3))
 def sapo(log_probs, old, advantages, weights, a):
-    losses, kl = [], []
+    losses, kl, ratios = [], [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         log_ratio = clamp(lp - o, -20.0, 20.0)
         tau = a.tau_pos if adv > 0 else a.tau_neg
         gate = torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * 4 / tau
         losses.append(-gate * adv)
         kl.append(-log_ratio.item())
-    zeros = [0.0] * len(losses)
-    return losses, {CLIPFRAC: zeros, CLIPFRAC_LOWER: zeros, PPO_KL: kl}
+        ratios.append(math.exp(log_ratio.item()))
+    return losses, usual_metrics(ratios, kl)
 
 
+@policy_loss("gmpo", "geo_mean", weighs_itself=True)
 def gmpo(log_probs, old, advantages, weights, a):
     """Minus the mean advantage times the geometric mean of the clipped ratios, the same at each valid token.
 
     The clip is a bound on the log-ratio, above for a positive advantage and below for a negative one; an
     advantage of 0 leaves its token out of the sum. Rollout weights enter as their geometric mean, to each of
-    which verl adds 1e-10 (``weight_floor``).
+    which verl adds 1e-10.
     """
     n = len(log_probs)
     if n == 0:
-        return [], {CLIPFRAC: [], CLIPFRAC_LOWER: [], PPO_KL: []}
+        return [], usual_metrics([], [])
     total, clipped, lower, kl = scalar(0.0), [], [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         log_ratio = lp - o
@@ -276,10 +394,11 @@ def gmpo(log_probs, old, advantages, weights, a):
         kl.append(-log_ratio.item())
     value = -(sum(advantages) / n) * torch.exp(total / n)
     if weights is not None:
-        value = value * math.exp(sum(math.log(w + a.weight_floor) for w in weights) / n)
-    return [value] * n, {CLIPFRAC: clipped, CLIPFRAC_LOWER: lower, PPO_KL: kl}
+        value = value * math.exp(sum(math.log(w + 1e-10) for w in weights) / n)
+    return [value] * n, usual_metrics([ratio_of(-x) for x in kl], kl, clipped, lower)
 
 
+@policy_loss("gpg")
 def gpg(log_probs, old, advantages, weights, a):
     return [-lp * adv for lp, adv in zip(log_probs, advantages, strict=True)], {}
 
@@ -291,7 +410,7 @@ def drifting_gpg(log_probs, old, advantages, weights, a):
 
 
 def _dppo(log_probs, old, advantages, a, keep):
-    losses, clipped, lower, kl = [], [], [], []
+    losses, clipped, lower, kl, ratios = [], [], [], [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         log_ratio = clamp(lp - o, -20.0, 20.0)
         r = math.exp(log_ratio.item())
@@ -300,19 +419,21 @@ def _dppo(log_probs, old, advantages, a, keep):
         clipped.append(1.0 - kept)
         lower.append(float(r > a.clip_ratio_c) * kept)
         kl.append(-log_ratio.item())
-    return losses, {CLIPFRAC: clipped, CLIPFRAC_LOWER: lower, PPO_KL: kl}
+        ratios.append(r)
+    return losses, usual_metrics(ratios, kl, clipped, lower)
 
 
+@policy_loss("dppo_tv", kl_tau=(0.0, 0.2, 0.0))
 def dppo_tv(log_probs, old, advantages, weights, a):
     def keep(lp: float, o: float, adv: float) -> bool:
         moved = math.exp(lp) - math.exp(o)
         return moved <= a.high if adv > 0 else moved >= -a.low
 
     losses, metrics = _dppo(log_probs, old, advantages, a, keep)
-    tau = getattr(a, "kl_tau", 0.0)
-    return [loss + tau * (lp - o) ** 2 for loss, lp, o in zip(losses, log_probs, old, strict=True)], metrics
+    return [loss + a.kl_tau * (lp - o) ** 2 for loss, lp, o in zip(losses, log_probs, old, strict=True)], metrics
 
 
+@policy_loss("dppo_kl")
 def dppo_kl(log_probs, old, advantages, weights, a):
     def keep(lp: float, o: float, adv: float) -> bool:
         p, q = math.exp(lp), math.exp(o)
@@ -324,6 +445,7 @@ def dppo_kl(log_probs, old, advantages, weights, a):
     return _dppo(log_probs, old, advantages, a, keep)
 
 
+@policy_loss("dro", dro_beta=(None, 0.3, 0.01))
 def dro(log_probs, old, advantages, weights, a):
     losses = [
         -(lp * adv - 0.5 * a.dro_beta * (lp - o) ** 2) for lp, o, adv in zip(log_probs, old, advantages, strict=True)
@@ -331,37 +453,60 @@ def dro(log_probs, old, advantages, weights, a):
     return losses, {PPO_KL: [o - lp.item() for lp, o in zip(log_probs, old, strict=True)]}
 
 
+def limited_metrics(log_probs, old, clipped=()):
+    """The usual metrics of a loss that looks at the limited ratio of each token."""
+    limited = [min(max(lp.item() - o, -20.0), 20.0) for lp, o in zip(log_probs, old, strict=True)]
+    return usual_metrics([math.exp(x) for x in limited], [-x for x in limited], clipped)
+
+
+@policy_loss("importance_sampling")
 def importance_sampling(log_probs, old, advantages, weights, a):
     losses = [
         -adv * torch.exp(clamp(lp - o, -20.0, 20.0)) for lp, o, adv in zip(log_probs, old, advantages, strict=True)
     ]
-    return losses, {}
+    return losses, limited_metrics(log_probs, old)
 
 
+@policy_loss("topr", advantage_threshold=(0.0, 0.2, 0.0, 0.21))
 def topr(log_probs, old, advantages, weights, a):
-    losses = []
+    losses, alphas = [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         alpha = math.exp(min(lp.item() - o, 0.0)) if adv <= a.advantage_threshold else 1.0
         losses.append(-alpha * adv * lp)
-    return losses, {}
+        alphas.append(alpha)
+    return losses, {"actor/topr_alpha": alphas} | limited_metrics(log_probs, old)
 
 
+@policy_loss("opmd", tau=(1.0, 0.6, 0.0))
 def opmd(log_probs, old, advantages, weights, a):
     return [-adv * lp / (1 + a.tau) for lp, adv in zip(log_probs, advantages, strict=True)], {}
 
 
+@policy_loss("sppo", epsilon=(0.3, 0.37, 0.1))
 def sppo(log_probs, old, advantages, weights, a):
     losses, clipped = [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         inside = 1 / (1 + a.epsilon) <= math.exp(lp.item() - o) <= 1 + a.epsilon
         losses.append(-adv * (lp - o) * float(inside))
         clipped.append(1.0 - float(inside))
-    return losses, {CLIPFRAC: clipped}
+    return losses, limited_metrics(log_probs, old, clipped)
 
 
+@policy_loss(
+    "rec",
+    epsilon_low=(0.2, 0.3, 0.1),
+    epsilon_high=(0.2, 0.4, 0.15),
+    epsilon_low_prime=(0.6, 0.45),
+    epsilon_high_prime=(2.0, 0.55, 2.1),
+    clip_mode=("none", "two-side", "one-side", "gspo-one-side", "ring", "none"),
+    weight=("none", "importance_sampling", "gspo_importance_sampling", "advantage", "none"),
+    regularizer=("none", "k2", "forward-kl", "none"),
+    regularizer_coef=(0.0, 0.13, 0.0),
+    temp=(1.0, 3.7, 1000.0),
+)
 def rec(log_probs, old, advantages, weights, a):
     if not log_probs:
-        return [], {CLIPFRAC: []}
+        return [], usual_metrics([], [])
     log_ratios = [lp.item() - o for lp, o in zip(log_probs, old, strict=True)]
     of_sequence = math.exp(sum(log_ratios) / len(log_ratios))
     losses, clipped = [], []
@@ -395,22 +540,34 @@ def rec(log_probs, old, advantages, weights, a):
             loss = loss + a.regularizer_coef * (lp - o) ** 2
         losses.append(loss)
         clipped.append(1.0 - float(inside))
-    return losses, {CLIPFRAC: clipped}
+    ratios = [math.exp(min(x, 20.0)) for x in log_ratios]
+    return losses, usual_metrics(ratios, [-x for x in log_ratios], clipped)
 
 
+@policy_loss("sft")
 def sft(log_probs, old, advantages, weights, a):
     return [-lp for lp in log_probs], {}
 
 
+@policy_loss("sft_is")
 def sft_is(log_probs, old, advantages, weights, a):
     return [-lp * math.exp(lp.item()) for lp in log_probs], {}
 
 
+@policy_loss("sft_phi", cutoff_prob=(1.0, 0.3, 0.9))
 def sft_phi(log_probs, old, advantages, weights, a):
     p = [math.exp(lp.item()) for lp in log_probs]
     return [-clamp(lp, high=math.log(a.cutoff_prob)) * q * (1 - q) for lp, q in zip(log_probs, p, strict=True)], {}
 
 
+@policy_loss(
+    "vespo",
+    weighs_itself=True,
+    k_pos=(2.0, 1.5, 0.0),
+    lambda_pos=(3.0, 2.0),
+    k_neg=(3.0, 2.5),
+    lambda_neg=(2.0, 1.2),
+)
 def vespo(log_probs, old, advantages, weights, a):
     """w is the product of a sequence's ratios and rollout weights; its reshaped value weighs the log-probs."""
     low = math.log(1e-8)
@@ -418,54 +575,36 @@ def vespo(log_probs, old, advantages, weights, a):
     if weights is not None:
         log_w += sum(min(max(math.log(w), low), 20.0) for w in weights)
     log_w = min(max(log_w, low), 20.0)
-    losses, phis, kl = [], [], []
-    for lp, o, adv in zip(log_probs, old, advantages, strict=True):
+    losses, phis = [], []
+    for lp, adv in zip(log_probs, advantages, strict=True):
         k, lam = (a.k_pos, a.lambda_pos) if adv >= 0 else (a.k_neg, a.lambda_neg)
         phi = math.exp(lam) * math.exp(log_w) ** k * math.exp(-lam * math.exp(log_w))
         losses.append(-phi * adv * lp)
         phis.append(phi)
-        kl.append(-min(max(lp.item() - o, -20.0), 20.0))
-    return losses, {"actor/vespo_weight": phis, PPO_KL: kl}
+    return losses, {"actor/vespo_weight": phis} | limited_metrics(log_probs, old)
 
 
+@policy_loss("ipo", threshold=(0.2, 0.15), kl_tau=(0.001, 0.1, 0.0))
 def ipo(log_probs, old, advantages, weights, a):
     losses, masked = [], []
     for lp, o, adv in zip(log_probs, old, advantages, strict=True):
         kept = float(abs(math.exp(lp.item()) - math.exp(o)) <= a.threshold)
         losses.append(-kept * adv * torch.exp(clamp(lp - o, -20.0, 20.0)) + a.kl_tau * (lp - o) ** 2)
         masked.append(1 - kept)
-    return losses, {CLIPFRAC: masked}
+    return losses, limited_metrics(log_probs, old, masked)
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": ppo,
-    "vanilla": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "geo_mean": gmpo,
-    "gpg": gpg,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "importance_sampling": importance_sampling,
-    "topr": topr,
-    "opmd": opmd,
-    "sppo": sppo,
-    "rec": rec,
-    "sft": sft,
-    "sft_is": sft_is,
-    "sft_phi": sft_phi,
-    "luspo": gspo,
-    "vespo": vespo,
-    "ipo": ipo,
-}
 #: Losses of the whole mini-batch, which ``test_selecting_losses.py`` defines.
 OF_THE_MINI_BATCH = {"clip_cov", "kl_cov", "m2po"}
-WEIGHT_INSIDE = {"gmpo", "geo_mean", "vespo"}
-#: Losses whose aggregation mode is part of them.
-OWN_MODE = {"luspo": "seq-mean-token-sum"}
+
+
+#: Statistics by which verl rejects tokens and sequences.
+REJECTION_RULES = tuple(
+    f"{of}_{k}"
+    for of in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in ("k1", "k2", "k3")
+    if (of, k) != ("seq_max", "k1")
+)
 
 
 def keeps(log_ratios: list[float], rule: str, threshold: str) -> list[bool]:
@@ -559,45 +698,40 @@ def evaluate(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
     count_empty_sequences: bool = True,
-    count_rejected_tokens: bool = True,
     use_weights: bool = True,
-    weight_floor: float = 0.0,
     kl_unbiased: bool = False,
     off_policy_mask: float | None = None,
     nll_on_positives: float = 0.0,
     row_weights: str | None = None,
+    counted: Sequence[Sample] | None = None,
 ) -> Result:
     """Everything about ``samples`` as one mini-batch: pg - entropy_coeff x entropy + kl_loss_coef x KL.
 
-    ``row_weights`` is the field of a sequence that multiplies its token losses in every term.
+    ``row_weights`` is the field of a sequence that multiplies its token losses in every term. ``counted`` is what was
+    counted over the mini-batch, where that was more than what is left: the same sequences before tokens were rejected.
     """
     samples = list(samples)
+    counted = samples if counted is None else counted
+    declared = POLICY_LOSSES.get(loss_mode)
     leaves = [[scalar(x).requires_grad_() for x in s.log_probs] for s in samples]
     entropies = [[scalar(x).requires_grad_() for x in s.entropy] for s in samples]
     args = SimpleNamespace(
         low=clip_ratio if clip_ratio_low is None else clip_ratio_low,
         high=clip_ratio if clip_ratio_high is None else clip_ratio_high,
         clip_ratio_c=clip_ratio_c,
-        weight_floor=weight_floor,
-        **(loss_args or {}),
+        **({} if declared is None else declared.defaults) | (loss_args or {}),
     )
-    groups_of = group_keys(samples, loss_agg_mode)
 
     def weighed(s: Sample, losses: list[Tensor]) -> list[Tensor]:
         if row_weights is None:
             return losses
         return [x * w for x, w in zip(losses, s.valid(getattr(s, row_weights)), strict=True)]
 
-    def total(values: list[list[Tensor]], before: list[int] | None = None, mode: str = loss_agg_mode) -> Tensor:
-        numerator, denominator = aggregate(
-            values,
-            groups_of,
-            mode,
-            loss_scale_factor=loss_scale_factor,
-            count_empty_sequences=count_empty_sequences,
-            before=before,
+    def total(values: list[list[Tensor]], mode: str = loss_agg_mode) -> Tensor:
+        scale = math.nan if loss_scale_factor is None else loss_scale_factor
+        return ratio(
+            *aggregate(counted, values, mode, loss_scale_factor=scale, count_empty_sequences=count_empty_sequences)
         )
-        return ratio(numerator, denominator)
 
     metrics: dict[str, float] = {}
     if loss_mode == "dpo":
@@ -606,19 +740,16 @@ def evaluate(
     else:
         token_losses, reported = [], defaultdict(list)
         weights_of = [s.rollout_is_weights for s in samples] if use_weights else None
-        effective, policy_loss, before = samples, POLICY_LOSSES.get(loss_mode), None
+        effective, fn = samples, None if declared is None else declared.fn
         if loss_mode == "bypass_mode":
             reinforce = args.loss_type == "reinforce"
             weights_of = bypass_weights(samples, args) if reinforce else None
-            effective, policy_loss = rejected(samples, args), drifting_gpg if reinforce else ppo
-            before = [s.tokens for s in samples] if count_rejected_tokens else None
-        assert policy_loss is not None, loss_mode
+            effective, fn = rejected(samples, args), drifting_gpg if reinforce else ppo
+        assert fn is not None, loss_mode
         for i, (s, leaf) in enumerate(zip(effective, leaves, strict=True)):
             weights = None if weights_of is None else s.valid(weights_of[i])
-            losses, per_token = policy_loss(
-                s.valid(leaf), s.valid(s.old_log_probs), s.valid(s.advantages), weights, args
-            )
-            if weights is not None and loss_mode not in WEIGHT_INSIDE:
+            losses, per_token = fn(s.valid(leaf), s.valid(s.old_log_probs), s.valid(s.advantages), weights, args)
+            if weights is not None and not (declared and declared.weighs_itself):
                 losses = [loss * w for loss, w in zip(losses, weights, strict=True)]
             if off_policy_mask is not None:
                 drift = mean([o - lp.item() for lp, o in zip(s.valid(leaf), s.valid(s.old_log_probs), strict=True)])
@@ -628,8 +759,8 @@ def evaluate(
             token_losses.append(weighed(s, losses))
             for key, values in per_token.items():
                 reported[key].extend(values)
-        pg = total(token_losses, before, OWN_MODE.get(loss_mode, loss_agg_mode))
-        metrics = {key: mean(values) for key, values in reported.items()}
+        pg = total(token_losses, (declared and declared.agg_mode) or loss_agg_mode)
+        metrics = {key: reduced(key, values) for key, values in reported.items()}
     metrics["actor/pg_loss"] = pg.item()
 
     entropy = total([weighed(s, s.valid(e)) for s, e in zip(samples, entropies, strict=True)])

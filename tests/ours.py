@@ -2,24 +2,26 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from batches import Cut, Ranks, Run, assert_equals_oracle, run
+from batches import Cut, Ranks, Run, assert_equals_oracle, run, sequence
 from forms import FIELDS, NO_TOTALS, Form
-from oracle import MODES, Result, Sample, evaluate
+from oracle import AGGREGATIONS, COUNTS, GROUPS, MODES, OF_VERL, Result, Sample, denominator, evaluate
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.metric_set import finish_metrics
 
-SCALED = ("seq-mean-token-sum-norm", "constant", "trajectory-mean-token-sum-norm")
+SCALED = tuple(name for name, mode in AGGREGATIONS.items() if mode.scaled)
 #: Modes whose denominator counts groups of sequences.
-OF_GROUPS = ("prompt-mean", "trajectory-mean", "trajectory-mean-token-sum-norm")
-#: Modes whose denominator counts sequences.
-PER_SEQUENCE = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+OF_GROUPS = tuple(name for name, mode in AGGREGATIONS.items() if mode.total in GROUPS)
+#: Modes whose denominator only our training worker counts.
+OF_THE_WORKER = tuple(name for name, mode in AGGREGATIONS.items() if mode.total in set(COUNTS) - set(OF_VERL))
+_ONE, _EMPTY = sequence(2, uid="one"), sequence(2, mask=[0, 0], uid="empty")
 #: Modes that a sequence without a token leaves as they were.
-BLIND_TO_EMPTY = ("token-mean", "token-sum", "constant")
-#: What a setting ``count_…`` leaves in or out.
-COUNTED = ("empty_sequences", "padding_rows", "rejected_tokens")
+BLIND_TO_EMPTY = tuple(mode for mode in MODES if denominator([_ONE], mode) == denominator([_ONE, _EMPTY], mode))
+#: Settings that leave something in a count or out.
+COUNTED = tuple(field.name for field in fields(LossConfig) if field.name.startswith("count_"))
 
 _expected: dict[tuple[int, str], tuple[Sequence[Sample], Result]] = {}
 
@@ -39,8 +41,15 @@ def oracle_value(samples: Sequence[Sample], settings: dict[str, Any]) -> Result:
 
 
 def make_config(settings: dict[str, Any]) -> LossConfig:
-    """The configuration; two settings are the oracle's alone."""
-    return LossConfig(**{k: v for k, v in settings.items() if k not in ("use_weights", "weight_floor")})
+    """The configuration; whether there are rollout weights is the oracle's alone."""
+    return LossConfig(**{k: v for k, v in settings.items() if k != "use_weights"})
+
+
+def sent_by_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    """For a ``Form``: what our training worker counts for that mode beside verl's own counts."""
+    mode, count_empty = settings["loss_agg_mode"], settings.get("count_empty_sequences", True)
+    counts = mode in OF_THE_WORKER or not count_empty
+    return {"groups": mode in OF_GROUPS, "count_empty_groups": count_empty, "counts": counts}
 
 
 def run_ours(settings: dict[str, Any], parts: Cut, layout: str | Form, **options: Any) -> Run:
@@ -48,10 +57,7 @@ def run_ours(settings: dict[str, Any], parts: Cut, layout: str | Form, **options
 
     Before, it counts what the mode needs beside the engine's counts; after, it finishes the metrics.
     """
-    options.setdefault("prompts", settings["loss_agg_mode"] in OF_GROUPS)
-    options.setdefault("counts", not settings.get("count_empty_sequences", True))
-    options.setdefault("count_empty_prompts", settings.get("count_empty_sequences", True))
-    got = run(EnginePolicyLoss(make_config(settings)), parts, layout, **options)
+    got = run(EnginePolicyLoss(make_config(settings)), parts, layout, **sent_by_worker(settings) | options)
     finish_metrics(got.metrics)
     return got
 
@@ -71,7 +77,8 @@ def play(
 ) -> Run:
     """Every micro-batch of the cut, with what the loss reads and no more, through ``EnginePolicyLoss``."""
     options: dict[str, Any] = {"leave_out": _unread(settings)}
-    options["counts"] = not all(settings.get(f"count_{k}", True) for k in COUNTED)
+    if not all(settings.get(name, True) for name in COUNTED):
+        options["counts"] = True
     if not settings.get("count_rejected_tokens", True):
         # Tokens that were rejected before the loss, which the mask no longer has.
         options["totals"] = (("batch_num_tokens", sum(s.tokens for s in samples) + 5),)
@@ -99,6 +106,9 @@ def check(
     got = run_ours(settings, parts, layout, **options)
     reference = oracle_value(parts.samples if expected is None else expected, settings)
     keys = [k for k in reference.metrics if options.get("with_entropy", True) or k != "actor/entropy_loss"]
+    # verl's own test of those of the rollout correction is in the field cases.
+    unknown = {k for k in got.metrics if not k.startswith("rollout_corr/")} - set(keys)
+    assert not unknown, f"the oracle does not return {sorted(unknown)}"
     assert_equals_oracle(got, reference, parts.samples, tolerance, keys)
     return got
 

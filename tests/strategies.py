@@ -22,7 +22,9 @@ from batches import Ranks, poisoned
 from forms import FIELDS, LAYOUTS, Form
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from oracle import MODES, Sample
+from oracle import AGGREGATIONS, MODES, POLICY_LOSSES, Sample
+
+from trinity_loss.kl import KL_TYPES
 
 PROFILES = ("ci", "long")
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
@@ -170,36 +172,10 @@ def cuts(draw: st.DrawFn, n: int, *, most_pieces: int = 6) -> Ranks:
 # ----------------------------------------------------------------------------------------------------
 # Configurations
 
-_REC = st.fixed_dictionaries(
-    {
-        "epsilon_low": st.sampled_from((0.1, 0.3)),
-        "epsilon_high": st.sampled_from((0.15, 0.4)),
-        "epsilon_low_prime": st.sampled_from((0.45, 0.6)),
-        "epsilon_high_prime": st.sampled_from((0.55, 2.1)),
-        "clip_mode": st.sampled_from(("none", "one-side", "gspo-one-side", "two-side", "ring")),
-        "weight": st.sampled_from(("none", "importance_sampling", "gspo_importance_sampling", "advantage")),
-        "regularizer": st.sampled_from(("none", "k2", "forward-kl")),
-        "regularizer_coef": st.sampled_from((0.0, 0.13)),
-        "temp": st.sampled_from((3.7, 1000.0)),
-    }
-)
+#: Of each loss what is drawn for its arguments.
 LOSS_ARGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-    "ppo": st.just({}),
-    "vanilla": st.just({}),
-    "gspo": st.just({}),
-    "cispo": st.just({}),
-    "sapo": st.fixed_dictionaries({"tau_pos": st.sampled_from((0.7, 1.3)), "tau_neg": st.sampled_from((1.05, 2.3))}),
-    "gmpo": st.just({}),
-    "gpg": st.just({}),
-    "dppo_tv": st.just({}),
-    "dppo_kl": st.just({}),
-    "dro": st.fixed_dictionaries({"dro_beta": st.sampled_from((0.01, 0.3))}),
-    "importance_sampling": st.just({}),
-    "topr": st.fixed_dictionaries({"advantage_threshold": st.sampled_from((0.0, 0.21))}),
-    "opmd": st.fixed_dictionaries({"tau": st.sampled_from((0.0, 0.6))}),
-    "sppo": st.fixed_dictionaries({"epsilon": st.sampled_from((0.1, 0.37))}),
-    "rec": _REC,
-    "sft": st.just({}),
+    loss.name: st.fixed_dictionaries({name: st.sampled_from(values[1:]) for name, values in loss.arguments.items()})
+    for loss in POLICY_LOSSES.values()
 }
 BYPASS_ARGS = st.fixed_dictionaries(
     {
@@ -217,11 +193,6 @@ REJECTIONS = st.sampled_from(
         {"rollout_rs": "seq_max_k2,token_k3", "rollout_rs_threshold": "0.6"},
     )
 )
-KL_TYPES = tuple(k + plus for k in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+"))
-
-
-#: Modes that divide by a constant.
-SCALED = ("constant", "seq-mean-token-sum-norm", "trajectory-mean-token-sum-norm")
 
 
 @st.composite
@@ -229,7 +200,7 @@ def aggregations(draw: st.DrawFn, modes: Sequence[str] = MODES) -> dict[str, Any
     """A mode with its divisor."""
     mode = draw(st.sampled_from(tuple(modes)))
     scale = {"loss_scale_factor": draw(st.sampled_from((1, 3.5, 4096)))}
-    return {"loss_agg_mode": mode, **(scale if mode in SCALED else {})}
+    return {"loss_agg_mode": mode, **(scale if AGGREGATIONS[mode].scaled else {})}
 
 
 @st.composite
@@ -255,8 +226,6 @@ def configurations(draw: st.DrawFn, losses: Sequence[str] = tuple(LOSS_ARGS)) ->
     chosen |= {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
     chosen["count_empty_sequences"] = draw(st.booleans())
     chosen["use_weights"] = draw(st.booleans())
-    if name == "gmpo":
-        chosen["weight_floor"] = 1e-10  # as in verl
     return chosen
 
 

@@ -1,21 +1,23 @@
 """Distillation from a teacher: both of verl's losses against their definition, under cuts, and against verl."""
 
 import math
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from batches import build, cut, make_sequences, poisoned, reduce_like_verl, sequence
-from forms import LAYOUTS, Form, make_leaves
-from oracle import MODES, aggregate, clamp, evaluate, group_keys, kl_estimate, mean, ppo, ratio, scalar
-from ours import OF_GROUPS, in_mode
+from forms import LAYOUTS, NO_TOTALS, Form, make_leaves
+from oracle import MODES, aggregate, clamp, evaluate, kl_estimate, ppo, ratio, reduced, scalar
+from ours import in_mode, sent_by_worker
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.workers.config import DistillationConfig
 from verl.workers.config import DistillationLossConfig as VerlLossConfig
 
 from trinity_loss import DistillationLossConfig, EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, MissingGraphError
+from trinity_loss.kl import KL_TYPES
 from trinity_loss.metric_set import finish_metrics
 from trinity_loss.verl.composed import actor_config, compose
 from trinity_loss.verl.distilling import DistillingPolicyLoss
@@ -26,8 +28,18 @@ DISTILLATIONS = {
     "k3": {"loss_mode": "k3"},
     "k2 clamped": {"loss_mode": "k2", "loss_max_clamp": 0.2},
     "abs alone": {"loss_mode": "abs", "use_task_rewards": False},
-    "k1 as advantage": {"loss_mode": "k1", "use_policy_gradient": True, "clip_ratio_low": 0.1},
-    "k3 as advantage alone": {"loss_mode": "k3", "use_policy_gradient": True, "use_task_rewards": False},
+    "k1 as advantage": {
+        "loss_mode": "k1",
+        "use_policy_gradient": True,
+        "clip_ratio_low": 0.1,
+        "clip_ratio_high": 0.15,
+    },
+    "k3 as advantage alone": {
+        "loss_mode": "k3",
+        "use_policy_gradient": True,
+        "use_task_rewards": False,
+        "clip_ratio": 0.1,
+    },
     "top k": {"loss_mode": "forward_kl_topk", "topk": K, "distillation_loss_coef": 0.7},
     "top k clamped alone": {
         "loss_mode": "forward_kl_topk",
@@ -143,11 +155,9 @@ def oracle(samples, settings):
             for key, found in per_token.items():
                 reported.setdefault(key.replace("actor/", "distillation/"), []).extend(found)
         values.append(losses)
-    scale, empty = settings.get("loss_scale_factor"), settings.get("count_empty_sequences", True)
-    term = ratio(
-        *aggregate(values, group_keys(samples, mode), mode, loss_scale_factor=scale, count_empty_sequences=empty)
-    )
-    metrics = {key: mean(found) for key, found in reported.items() if "ratio_m" not in key or "mean" in key}
+    options = {k: settings[k] for k in ("loss_scale_factor", "count_empty_sequences") if k in settings}
+    term = ratio(*aggregate(samples, values, mode, **options))
+    metrics = {key: reduced(key, found) for key, found in reported.items()}
     metrics |= {"distillation/loss": term.item(), "distillation/loss_min": min(raw), "distillation/loss_max": max(raw)}
     for key in ("student_mass", "teacher_mass") if d.use_topk else ():
         found = reported[f"distillation/{key}"]
@@ -189,9 +199,20 @@ def test_on_cuts(name, mode):
     for i, (micro, ranks, how) in enumerate(((1, 1, "even"), (4, 1, "uneven"), (2, 2, "dynamic"))):
         layout = LAYOUTS[(i + MODES.index(mode)) % 3]
         parts = cut(SAMPLES, micro, ranks, how)
-        got = run(LossConfig(**settings), parts, layout, counts=True, prompts=mode in OF_GROUPS)
+        got = run(LossConfig(**settings), parts, layout, **sent_by_worker(settings) | {"counts": True})
         agree(got, expected)
         assert got[1].abs().max() + got[2].abs().max() > 1e-3
+
+
+def test_every_option_is_in_a_test():
+    assert {f.name for f in fields(DistillationLossConfig)} == set().union(*DISTILLATIONS.values())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_TYPES if not kind.endswith("+")])
+def test_every_estimator(kind):
+    settings = in_mode("token-mean", distillation={"loss_mode": kind, "use_policy_gradient": kind in ("kl", "k1")})
+    got = run(LossConfig(**settings), cut(SAMPLES, 3), "nested", counts=True)
+    agree(got, oracle(SAMPLES, settings))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -200,8 +221,7 @@ def test_float32_and_one_batch_alone(name, layout):
     settings = in_mode("seq-mean-token-mean", distillation=DISTILLATIONS[name])
     expected = oracle(SAMPLES, settings)
     agree(run(LossConfig(**settings), cut(SAMPLES, 2), layout, dtype=torch.float32, counts=True), expected, 1e-5)
-    options = {"totals": (("batch_num_tokens", None), ("global_batch_size", None), ("dp_size", None))}
-    agree(run(LossConfig(**settings), cut(SAMPLES), layout, loss_type=TrinityPolicyLoss, **options), expected)
+    agree(run(LossConfig(**settings), cut(SAMPLES), layout, loss_type=TrinityPolicyLoss, totals=NO_TOTALS), expected)
 
 
 @every_distillation

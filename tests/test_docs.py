@@ -4,11 +4,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from trinity_loss import cli
+from trinity_loss import LossConfig, cli
+from trinity_loss.aggregation import aggregation_mode_names, find_aggregation_mode
+from trinity_loss.registry import CLIP_ARGUMENTS, get_policy_loss, policy_loss_names
+from trinity_loss.totals import Count, GroupCount, count_names, find_count
+from trinity_loss.trial import try_policy_loss
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,13 +43,13 @@ assert LossConfig(loss_mode="my_package.my_losses:reinforce", loss_args={"baseli
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.invariance import assert_invariant
 
-assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="seq-mean-sqrt-length")))
+assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="my-sqrt-length-mean")))
 """,
     "totals.md": """
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.invariance import assert_invariant
 
-assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="long-mean")))
+assert_invariant(EnginePolicyLoss(LossConfig(loss_agg_mode="my-long-mean")))
 """,
 }
 
@@ -72,6 +78,68 @@ def test_python_runs(name, tmp_path):
     (tmp_path / "script.py").write_text("\n".join([*script, AFTERWARDS[name]]))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def table(document: str, head: str) -> list[list[str]]:
+    """The rows of a document's table whose first column has that head, cell by cell."""
+    _, _, rest = (ROOT / document).read_text().partition(f"| {head} |")
+    rows = rest.split("\n\n")[0].splitlines()[2:]
+    assert rows, f"{document} has no table with {head}"
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("| "))] for row in rows]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def first_column(document: str, head: str) -> list[str]:
+    return [name for row in table(document, head) for name in names(row[0])]
+
+
+def built_in(known: Iterable[str], module_of: Callable[[str], str]) -> list[str]:
+    """Those that are the package's own: tests register others."""
+    return [name for name in known if module_of(name).startswith("trinity_loss")]
+
+
+LOSSES = built_in(policy_loss_names(), lambda name: get_policy_loss(name).fn.__module__)
+
+
+def test_every_mode_has_a_row():
+    modes = built_in(aggregation_mode_names(), lambda name: find_aggregation_mode(name).__module__)
+    assert first_column("docs/modes.md", "`loss_agg_mode`") == modes
+    assert first_column("README.md", "`loss_agg_mode`") == modes
+
+
+def test_every_count_has_a_row():
+    counts = [find_count(name) for name in count_names()]
+    ours = {
+        c.name for c in counts if getattr(c, "of_rows", getattr(c, "keys", c.__class__)).__module__ == Count.__module__
+    }
+    per_row = {c.per_row for c in counts if isinstance(c, GroupCount) and c.name in ours}
+    assert set(first_column("docs/totals.md", "total")) == ours | per_row | {"dp_size"}
+
+
+def test_every_loss_has_a_row_with_its_arguments():
+    rows = {name: row[2] for row in table("docs/losses.md", "`loss_mode`") for name in names(row[0])}
+    assert rows.keys() == set(LOSSES)
+    for name, said in rows.items():
+        own = set(get_policy_loss(name).arguments) - set(CLIP_ARGUMENTS)
+        if not said.startswith(("Trinity-RFT's", "verl's")):
+            assert own <= set(names(said)), f"{name} takes {sorted(own)}"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_metric_of_a_loss_has_a_row(name):
+    documented = first_column("docs/losses.md", "key")
+    loss = get_policy_loss(name)
+    config = LossConfig(loss_mode=name, loss_args={"dro_beta": 0.1} if name == "dro" else {})
+    for result in try_policy_loss(name, loss, config.policy_arguments):
+        assert {*result.means, *result.maxima, *result.minima} <= set(documented)
+
+
+def test_every_option_of_the_loss_is_named():
+    named = {word for document in DOCUMENTS for word in re.findall(r"\w+", document.read_text())}
+    assert {field.name for field in fields(LossConfig)} <= named
 
 
 def lines(document: Path) -> list[list[str]]:

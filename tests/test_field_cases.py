@@ -31,8 +31,18 @@ from batches import (
 )
 from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
-from oracle import MODES, OF_THE_MINI_BATCH, POLICY_LOSSES
-from ours import BLIND_TO_EMPTY, OF_GROUPS, SCALED, check, in_mode, oracle_value, run_ours, value
+from oracle import AGGREGATIONS, MODES, OF_THE_MINI_BATCH, POLICY_LOSSES, REJECTION_RULES, aggregate
+from ours import (
+    BLIND_TO_EMPTY,
+    OF_GROUPS,
+    SCALED,
+    check,
+    in_mode,
+    oracle_value,
+    run_ours,
+    sent_by_worker,
+    value,
+)
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils import tensordict_utils as tu
@@ -61,6 +71,7 @@ from trinity_loss.metrics import importance_sampling_metrics
 from trinity_loss.recorder import Provenance, Recorder
 from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
 from trinity_loss.tokens import ResponseTokens
+from trinity_loss.totals import find_count
 from trinity_loss.verify import Options as VerifyOptions
 from trinity_loss.verl import PolicyLossConfig, compat
 from trinity_loss.verl.composed import compose as read_configuration
@@ -72,14 +83,24 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 ALIKE = functools.partial(pytest.approx, rel=1e-12, abs=1e-15)
 
 
-def per_mode(**values):
-    """Parametrises over modes and their right values, the names written with underscores."""
+def per_mode(otherwise, **values):
+    """Parametrises over modes and their right values, the names written with underscores.
+
+    A mode that is not named has what ``otherwise`` makes of it, by the oracle.
+    """
     named = {name.replace("_", "-"): right for name, right in values.items()}
     # A row is a trajectory, unless prompts are shared.
     named = {"trajectory-mean": named["prompt-mean"]} | named
     named = {"trajectory-mean-token-sum-norm": named["seq-mean-token-sum-norm"]} | named
-    assert set(named) == set(MODES)
-    return pytest.mark.parametrize(("mode", "right"), list(named.items()))
+    assert set(named) <= set(MODES), f"no such mode: {sorted(set(named) - set(MODES))}"
+    return pytest.mark.parametrize(
+        ("mode", "right"), [(mode, named[mode] if mode in named else otherwise(mode)) for mode in MODES]
+    )
+
+
+def loss_of(samples, scale=4.0, **settings):
+    """The oracle's loss of these sequences, by mode."""
+    return lambda mode: oracle_value(samples, in_mode(mode, scale, **settings)).loss
 
 
 def pieces(samples):
@@ -92,8 +113,12 @@ def ranks(samples):
     return given_cut(samples, *[[[i]] for i in range(len(samples))])
 
 
+ONES_AND_FIVE = token_losses([1, 1, 1], [5])
+
+
 @every_layout
 @per_mode(
+    loss_of(ONES_AND_FIVE),
     token_mean=2,
     token_sum=8,
     seq_mean_token_sum=4,
@@ -104,9 +129,8 @@ def ranks(samples):
 )
 def test_01_a_micro_batch_weighs_as_its_tokens(layout, mode, right):
     """Three tokens of loss 1 in one micro-batch, one of loss 5 in another."""
-    samples = token_losses([1, 1, 1], [5])
-    assert value(in_mode(mode), pieces(samples), layout) == ALIKE(right)
-    assert value(in_mode(mode), cut(samples), layout) == ALIKE(right)
+    assert value(in_mode(mode), pieces(ONES_AND_FIVE), layout) == ALIKE(right)
+    assert value(in_mode(mode), cut(ONES_AND_FIVE), layout) == ALIKE(right)
 
 
 @every_layout
@@ -116,8 +140,12 @@ def test_01_a_prompt_group_is_pooled_before_its_mean(layout):
     assert value(in_mode("prompt-mean"), ranks(samples), layout) == ALIKE(2)
 
 
+THOUSAND = token_losses([0.5] * 100, [0.3] * 900)
+
+
 @every_layout
 @per_mode(
+    loss_of(THOUSAND, scale=1000),
     token_mean=0.32,
     token_sum=320,
     seq_mean_token_sum=160,
@@ -128,14 +156,26 @@ def test_01_a_prompt_group_is_pooled_before_its_mean(layout):
 )
 def test_02_no_mean_of_means(layout, mode, right):
     """100 tokens of 0.5 and 900 of 0.3, as two micro-batches and as two ranks."""
-    samples = token_losses([0.5] * 100, [0.3] * 900)
     settings = in_mode(mode, scale=1000)
-    assert value(settings, pieces(samples), layout) == ALIKE(right)
-    assert value(settings, ranks(samples), layout) == ALIKE(right)
+    assert value(settings, pieces(THOUSAND), layout) == ALIKE(right)
+    assert value(settings, ranks(THOUSAND), layout) == ALIKE(right)
+
+
+OPPOSITE = (
+    sequence(1, log_probs=math.log(0.5), advantages=1.0, uid="a"),
+    sequence(3, log_probs=math.log(0.5), advantages=-1.0, uid="b"),
+)
+
+
+def loss_and_slope(mode):
+    """The slope is that of a parameter whose log sigmoid(0) every log-prob is."""
+    right = oracle_value(OPPOSITE, in_mode(mode))
+    return right.loss, 0.5 * sum(chain.from_iterable(right.log_prob_grad))
 
 
 @every_layout
 @per_mode(
+    loss_and_slope,
     token_mean=(0.5, 0.25),
     token_sum=(2, 1),
     seq_mean_token_sum=(1, 0.5),
@@ -146,16 +186,11 @@ def test_02_no_mean_of_means(layout, mode, right):
 )
 def test_03_opposite_advantages_do_not_cancel(layout, mode, right):
     """One parameter behind every token: log sigmoid(0), lengths 1 and 3, advantages +1 and -1."""
-    half = math.log(0.5)
-    samples = (
-        sequence(1, log_probs=half, advantages=1.0, uid="a"),
-        sequence(3, log_probs=half, advantages=-1.0, uid="b"),
-    )
-    for parts in (pieces(samples), ranks(samples), cut(samples)):
+    for parts in (pieces(OPPOSITE), ranks(OPPOSITE), cut(OPPOSITE)):
         theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        log_probs = torch.nn.functional.logsigmoid(theta).expand(make_leaves(samples)[0].numel())
+        log_probs = torch.nn.functional.logsigmoid(theta).expand(make_leaves(OPPOSITE)[0].numel())
         loss = EnginePolicyLoss(LossConfig(**in_mode(mode)))
-        total = forward(loss, parts, Form(layout, prompts=mode in OF_GROUPS), log_probs, None).total
+        total = forward(loss, parts, Form(layout, **sent_by_worker(in_mode(mode))), log_probs, None).total
         total.backward()
         assert (total.item(), theta.grad.item()) == ALIKE(right)
 
@@ -187,8 +222,12 @@ def test_04_every_term_is_normalised_globally(mode, term):
     assert (other - one).norm() <= 1e-10 * one.norm()
 
 
+SIX_ONES = token_losses([1] * 5, [1])
+
+
 @every_layout
 @per_mode(
+    lambda mode: [row[0] for row in oracle_value(SIX_ONES, in_mode(mode)).log_prob_grad],
     token_mean=(1 / 6, 1 / 6),
     token_sum=(1, 1),
     seq_mean_token_sum=(1 / 2, 1 / 2),
@@ -199,9 +238,8 @@ def test_04_every_term_is_normalised_globally(mode, term):
 )
 def test_05_ranks_share_one_denominator(layout, mode, right):
     """Five tokens on one rank, one on the other, every loss 1: what each token weighs."""
-    samples = token_losses([1] * 5, [1])
-    got = run_ours(in_mode(mode), ranks(samples), layout)
-    expected = flat_gradient(samples, [[right[0]] * 5, [right[1]]])
+    got = run_ours(in_mode(mode), ranks(SIX_ONES), layout)
+    expected = flat_gradient(SIX_ONES, [[right[0]] * 5, [right[1]]])
     torch.testing.assert_close(got.log_prob_grad, expected, rtol=1e-12, atol=1e-15)
 
 
@@ -228,7 +266,7 @@ def test_07_megatron_schedules(mode, layout):
     settings = in_mode(mode, entropy_coeff=0.2, use_kl_loss=True, kl_loss_coef=0.3)
     whole = run_ours(settings, cut(samples), layout)
     totals = (("num_micro_batch", n), ("routed_num_tokens", 1000))
-    form = Form(layout, prompts=mode in OF_GROUPS, totals=totals)
+    form = Form(layout, **sent_by_worker(settings), totals=totals)
     for regime in ("schedule", "per-token"):
         log_probs, entropy = make_leaves(samples)
         loss = EnginePolicyLoss(LossConfig(**settings))
@@ -273,8 +311,12 @@ def test_09_padding_rows_are_no_tokens(mode, layout):
         assert value(in_mode(mode), pieces(samples), layout, padding_rows=k) == ALIKE(alone)
 
 
+ONE_MASKED = token_losses([1, 1, 1], [2], None, [3, 5])
+
+
 @every_layout
 @per_mode(
+    lambda mode: tuple(loss_of(ONE_MASKED, count_empty_sequences=count)(mode) for count in (True, False)),
     token_mean=13 / 6,
     token_sum=13,
     seq_mean_token_sum=(13 / 4, 13 / 3),
@@ -285,9 +327,8 @@ def test_09_padding_rows_are_no_tokens(mode, layout):
 )
 def test_10_rows_are_counted_as_they_are_averaged(layout, mode, right):
     """Sequence means 1, 2, (masked), 4: counted with the masked sequence, and without."""
-    samples = token_losses([1, 1, 1], [2], None, [3, 5])
     counted, left_out = right if isinstance(right, tuple) else (right, right)
-    for parts in (cut(samples), given_cut(samples, [[0, 1], [2, 3]]), ranks(samples)):
+    for parts in (cut(ONE_MASKED), given_cut(ONE_MASKED, [[0, 1], [2, 3]]), ranks(ONE_MASKED)):
         assert value(in_mode(mode), parts, layout) == ALIKE(counted)
         assert value(in_mode(mode, count_empty_sequences=False), parts, layout) == ALIKE(left_out)
 
@@ -299,9 +340,8 @@ def test_11_nothing_valid(mode, layout, totals):
     """No valid token in the whole mini-batch, cut in two: 0 with a graph, finite gradients and metrics."""
     samples = poisoned(token_losses(None, None, None))
     settings = in_mode(mode, entropy_coeff=0.1, use_kl_loss=True)
-    prompts = mode in OF_GROUPS and not totals
     for parts in (cut(samples), cut(samples, 2)) if totals else (cut(samples), cut(samples, 2), ranks(samples)):
-        got = run_ours(settings, parts, layout, poison=True, totals=totals, prompts=prompts)
+        got = run_ours(settings, parts, layout, poison=True, totals=totals)
         assert got.loss == 0.0
         assert not got.log_prob_grad.any()
         assert not got.entropy_grad.any()
@@ -416,8 +456,15 @@ def test_15_bf16_log_probs(mode):
             assert leaf.grad.double().sum().item() == pytest.approx(right, rel=5e-3)
 
 
+RATIO_OF_TEN = (
+    sequence(3, old_log_probs=-1.0 - math.log(10.0), advantages=-1.0, uid="a"),
+    sequence(1, old_log_probs=-1.0 - math.log(10.0), advantages=1.0, uid="b"),
+)
+
+
 @every_layout
 @per_mode(
+    loss_of(RATIO_OF_TEN),
     token_mean=1.95,
     token_sum=7.8,
     seq_mean_token_sum=3.9,
@@ -428,12 +475,7 @@ def test_15_bf16_log_probs(mode):
 )
 def test_16_the_dual_clip_has_a_condition(layout, mode, right):
     """Ratio 10: with advantage -1 the loss is c = 3, with +1 it is -1.2, and neither has a gradient."""
-    high = math.log(10.0)
-    samples = (
-        sequence(3, old_log_probs=-1.0 - high, advantages=-1.0, uid="a"),
-        sequence(1, old_log_probs=-1.0 - high, advantages=1.0, uid="b"),
-    )
-    got = run_ours(in_mode(mode), pieces(samples), layout)
+    got = run_ours(in_mode(mode), pieces(RATIO_OF_TEN), layout)
     assert got.loss == ALIKE(right)
     assert not got.log_prob_grad.any()
     assert got.metrics["actor/pg_clipfrac"] == ALIKE(0.25)
@@ -463,7 +505,8 @@ def broadcast_batch(layout, **fields):
         sequence(1, advantages=-1.0, uid="a"),
         sequence(2, advantages=-1.0, uid="b"),
     )
-    batch = build(cut(samples), Form(layout, width=None if layout == "packed" else 2))[0][0]
+    form = Form(layout, width=None if layout == "packed" else 2, groups=True, counts=True)
+    batch = build(cut(samples), form)[0][0]
     # A plain dictionary: a TensorDict would refuse some of these shapes itself.
     data = {name: batch.data[name] for name in batch.data.keys()} | fields  # noqa: SIM118
     leaf, _ = make_leaves(samples)
@@ -471,18 +514,17 @@ def broadcast_batch(layout, **fields):
     return lambda mode: EnginePolicyLoss(LossConfig(**in_mode(mode)))(model_output=output, data=data, dp_group=None)
 
 
-PER_SEQUENCE_WEIGHTS = {
-    "token-mean": 7 / 3,
-    "token-sum": 7,
-    "seq-mean-token-sum": 7 / 2,
-    "seq-mean-token-mean": 2,
-    "seq-mean-token-sum-norm": 7 / 8,
-    "constant": 7 / 4,
-}
-
-
 @pytest.mark.parametrize("layout", ["nested", "padded"])
-@pytest.mark.parametrize(("mode", "right"), PER_SEQUENCE_WEIGHTS.items())
+@per_mode(
+    loss_of(token_losses([1], [3, 3])),
+    token_mean=7 / 3,
+    token_sum=7,
+    seq_mean_token_sum=7 / 2,
+    seq_mean_token_mean=2,
+    seq_mean_token_sum_norm=7 / 8,
+    prompt_mean=2,
+    constant=7 / 4,
+)
 def test_18_one_number_per_sequence(mode, right, layout):
     """[B, 1] is one number per sequence, also where B equals the width: weights 1 and 3, token losses 1."""
     column = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
@@ -511,8 +553,9 @@ def test_18_packed_rows_have_no_number_of_their_own(name):
             call("token-mean")
 
 
-@every_layout
-@per_mode(
+SEVEN_AND_TWO = token_losses([1] * 7, [10] * 2)
+of_seven_and_two = per_mode(
+    loss_of(SEVEN_AND_TWO),
     token_mean=3,
     token_sum=27,
     seq_mean_token_sum=13.5,
@@ -521,21 +564,16 @@ def test_18_packed_rows_have_no_number_of_their_own(name):
     prompt_mean=5.5,
     constant=27 / 4,
 )
+
+
+@every_layout
+@of_seven_and_two
 def test_19_a_packed_row_is_several_sequences(layout, mode, right):
     """Lengths 7 and 2, packed into one row: (mean + mean) / 2, not the pooled mean of nine tokens."""
-    samples = token_losses([1] * 7, [10] * 2)
-    assert value(in_mode(mode), cut(samples), layout, per_row=(2,)) == ALIKE(right)
+    assert value(in_mode(mode), cut(SEVEN_AND_TWO), layout, per_row=(2,)) == ALIKE(right)
 
 
-@per_mode(
-    token_mean=3,
-    token_sum=27,
-    seq_mean_token_sum=13.5,
-    seq_mean_token_mean=5.5,
-    seq_mean_token_sum_norm=27 / 8,
-    prompt_mean=5.5,
-    constant=27 / 4,
-)
+@of_seven_and_two
 def test_19_aggregate_loss_of_a_packed_row(mode, right):
     """The same through aggregate_loss, which takes each layout, with masked tokens that hold NaN."""
     nan = float("nan")
@@ -590,8 +628,15 @@ def test_21_the_width_is_no_norm(mode, layout):
             aggregate_loss(torch.ones(2, 3), torch.ones(2, 3), mode)
 
 
+WEIGHTED = (
+    sequence(3, ref_log_prob=-2.0, entropy=1.0, old_log_probs=0.0, uid="a"),
+    sequence(1, ref_log_prob=-6.0, entropy=5.0, old_log_probs=4.0, uid="b"),
+)
+
+
 @every_layout
 @per_mode(
+    lambda mode: oracle_value(WEIGHTED, in_mode(mode)).metrics["actor/entropy_loss"],
     token_mean=2,
     token_sum=8,
     seq_mean_token_sum=4,
@@ -602,12 +647,8 @@ def test_21_the_width_is_no_norm(mode, layout):
 )
 def test_22_metrics_are_weighted(layout, mode, right):
     """KL 1 on three tokens and 5 on one; entropy and ppo_kl likewise, the last a token mean in any mode."""
-    samples = (
-        sequence(3, ref_log_prob=-2.0, entropy=1.0, old_log_probs=0.0, uid="a"),
-        sequence(1, ref_log_prob=-6.0, entropy=5.0, old_log_probs=4.0, uid="b"),
-    )
     settings = in_mode(mode, use_kl_loss=True, kl_loss_type="k1", entropy_coeff=0.5)
-    for parts in (cut(samples), pieces(samples), ranks(samples)):
+    for parts in (cut(WEIGHTED), pieces(WEIGHTED), ranks(WEIGHTED)):
         metrics = run_ours(settings, parts, layout).metrics
         assert metrics["kl_loss"] == ALIKE(right)
         assert metrics["actor/entropy_loss"] == ALIKE(right)
@@ -757,6 +798,12 @@ def test_34_every_field_has_a_type(field, bad, expected):
         LossConfig(**{field: bad})
 
 
+@pytest.mark.parametrize("field", [f.name for f in fields(LossConfig)])
+def test_34_no_field_takes_anything(field):
+    with pytest.raises(ConfigError, match=rf"{field}.* is <object"):
+        LossConfig(**{field: object()})
+
+
 def bool_mean(inputs):
     return TokenLoss(-inputs.advantages * inputs.log_prob, means={"actor/good": inputs.advantages > 0})
 
@@ -889,12 +936,8 @@ def test_every_mode_is_in_the_oracle():
     assert known == set(MODES)
 
 
-RULES = [f"{of}_{k}" for of in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
-RULES.remove("seq_max_k1")
-
-
 @pytest.mark.parametrize("weights", [None, "token", "sequence"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", REJECTION_RULES)
 def test_43_rollout_correction_has_verls_metrics(rule, weights):
     """verl's keys, all of them and no others, with verl's values on a batch in one piece; under cuts the same."""
     samples = tuple(s for s in make_sequences(9, seed=4) if s.tokens)
@@ -1382,8 +1425,13 @@ def cuts_of(samples):
     return [cut(samples), cut(samples, 2), pieces(samples), ranks(samples)]
 
 
+ALONE = token_losses(*[[1]] * 6)
+ALL_ONES = [[torch.tensor(1.0)]] * 6
+
+
 @every_layout
 @per_mode(
+    lambda mode: aggregate(ALONE, ALL_ONES, mode, loss_scale_factor=4.0)[0].item() / 4,
     token_mean=1.5,
     token_sum=6,
     seq_mean_token_sum=1.5,
@@ -1395,15 +1443,15 @@ def cuts_of(samples):
 def test_29_a_total_below_what_is_there_divides_in_every_cut(layout, mode, right, recwarn):
     """Six rows of one token of loss 1, and whoever counts sends 4.
 
-    A count of trajectories, which only our worker sends, is refused where a micro-batch proves it wrong.
+    A count of groups that only our worker sends is refused in every cut with a micro-batch that proves it wrong, and
+    divides in the others.
     """
-    samples = token_losses(*[[1]] * 6)
-    totals = tuple(
-        (name, 4) for name in ("batch_num_tokens", "global_batch_size", "batch_num_prompts", "batch_num_trajectories")
-    )
-    for parts in cuts_of(samples):
-        if mode.startswith("trajectory") and max(len(rows) for rank in parts.ranks for rows in rank) > 4:
-            with pytest.raises(TotalsError, match="batch_num_trajectories is 4, but this micro-batch alone holds 6"):
+    total = AGGREGATIONS[mode].total
+    exact = total is not None and getattr(find_count(total), "exact", False)
+    totals = tuple((of.total, 4) for of in AGGREGATIONS.values() if of.total is not None)
+    for parts in cuts_of(ALONE):
+        if exact and max(len(rows) for rank in parts.ranks for rows in rank) > 4:
+            with pytest.raises(TotalsError, match=f"{total} is 4, but this micro-batch alone holds 6"):
                 value(in_mode(mode), parts, layout, totals=totals)
             continue
         assert value(in_mode(mode), parts, layout, totals=totals) == ALIKE(right)

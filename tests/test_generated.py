@@ -14,7 +14,7 @@ from batches import poisoned
 from forms import flat_gradient, jagged
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import aggregate, evaluate, group_keys, importance_metrics
+from oracle import AGGREGATIONS, GROUPS, aggregate, evaluate, importance_metrics
 from ours import OF_GROUPS, play, play_alone
 from strategies import (
     BYPASS_ARGS,
@@ -35,7 +35,9 @@ from strategies import (
 )
 
 from trinity_loss import aggregate_loss
+from trinity_loss.importance_sampling import LEVELS
 from trinity_loss.metrics import importance_sampling_metrics
+from trinity_loss.registry import get_policy_loss
 
 pytestmark = pytest.mark.timeout(600 * FACTOR)
 
@@ -85,7 +87,8 @@ def is_the_same(one, other, bound, scale=1.0):
 
 def compare(case, tolerance=1e-10, grain=0.0, metrics=1e-9):
     """The cut mini-batch, and the whole one by itself, against the oracle and each other."""
-    known = {k: v for k, v in case.settings.items() if k not in ("rollout_metrics", "count_padding_rows")}
+    unknown = ("rollout_metrics", "rollout_metrics_upper", "rollout_metrics_lower", "count_padding_rows")
+    known = {k: v for k, v in case.settings.items() if k not in unknown}
     expected = evaluate(case.clean, **known)
     cut = play(case.settings, case.samples, case.ranks, case.form, with_entropy=case.with_entropy)
     whole = play_alone(case.settings, case.samples, case.whole, with_entropy=case.with_entropy)
@@ -130,8 +133,7 @@ def test_number_types_of_engines(case):
 @st.composite
 def bypasses(draw):
     arguments = {**draw(BYPASS_ARGS), **draw(REJECTIONS)}
-    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "constant")
-    return draw(aggregations(modes)) | draw(terms()) | {"loss_mode": "bypass_mode", "loss_args": arguments}
+    return draw(aggregations()) | draw(terms()) | {"loss_mode": "bypass_mode", "loss_args": arguments}
 
 
 @examples(250)
@@ -144,21 +146,24 @@ def test_weights_and_rejection_in_the_loss(case):
 
 @st.composite
 def measured(draw):
-    level = draw(st.sampled_from(("token", "sequence", "geometric")))
-    return draw(aggregations()) | {"rollout_metrics": level, "use_weights": False}
+    level = draw(st.sampled_from(LEVELS))
+    upper, lower = draw(st.sampled_from(((2.0, 0.5), (1.3, 0.9))))
+    bounds = {"rollout_metrics_upper": upper, "rollout_metrics_lower": lower}
+    return draw(aggregations()) | bounds | {"rollout_metrics": level, "use_weights": False}
 
 
 @examples(250)
 @given(cases(configuration=measured(), gaps=(0.0,)))
 def test_importance_sampling_metrics(case):
     """Those that the loss reports, cut and whole, and those of the function by itself."""
-    level = case.settings["rollout_metrics"]
+    options = {"level": case.settings["rollout_metrics"]}
+    options |= {bound: case.settings[f"rollout_metrics_{bound}"] for bound in ("upper", "lower")}
     _, cut, whole = compare(case)
     old, rollout = ([s.valid(getattr(s, name)) for s in case.clean] for name in ("old_log_probs", "rollout_log_probs"))
-    expected = importance_metrics(old, rollout, level=level)
+    expected = importance_metrics(old, rollout, **options)
     of_trajectories = case.settings["loss_agg_mode"].startswith("trajectory")
     trajectories = [s.trajectory for s in case.clean] if of_trajectories else None
-    in_the_loss = importance_metrics(old, rollout, level=level, trajectories=trajectories)
+    in_the_loss = importance_metrics(old, rollout, **options, trajectories=trajectories)
     lengths = [s.length for s in case.samples]
     laid_out = [
         jagged(torch.tensor([x for s in case.samples for x in getattr(s, name)], dtype=dtype), lengths, memory)
@@ -168,7 +173,7 @@ def test_importance_sampling_metrics(case):
             ("mask", torch.bool, "contiguous"),
         )
     ]
-    alone = importance_sampling_metrics(*laid_out, level=level)
+    alone = importance_sampling_metrics(*laid_out, **options)
     for key in alone:
         right = expected.get(key, 0.0)
         near(alone[key], right, 1e-6, key)
@@ -201,20 +206,14 @@ def test_pairs(case):
 @examples(200)
 @given(cases(gaps=(0.0,)), st.data())
 def test_neutral_tokens(case, data):
-    """nonfinite=neutral: tokens with a NaN or an infinity are as if masked, but a token mean still counts them."""
+    """nonfinite=neutral: tokens with a NaN or an infinity are as if masked, but every count still has them."""
     places = [(i, t) for i, s in enumerate(case.clean) for t, keep in enumerate(s.mask) if keep]
     chosen = data.draw(st.sets(st.sampled_from(places), max_size=4)) if places else set()
     name = data.draw(st.sampled_from(("log_probs", "old_log_probs", "advantages", "entropy")))
     bad = data.draw(st.sampled_from((math.nan, math.inf, -math.inf)))
     read = {"log_probs", *(["entropy"] if case.with_entropy else [])}
-    settings = {k: v for k, v in case.settings.items() if k != "count_empty_sequences"} | {"nonfinite": "neutral"}
-    if settings["loss_agg_mode"] in OF_GROUPS:
-        settings["loss_agg_mode"] = "token-mean"
-        settings.pop("loss_scale_factor", None)
-    if settings["loss_mode"] not in ("gpg", "opmd", "sft"):
-        read |= {"old_log_probs"}
-    if settings["loss_mode"] != "sft":
-        read |= {"advantages"}
+    settings = case.settings | {"nonfinite": "neutral"}
+    read |= set(get_policy_loss(settings["loss_mode"]).fields)
     if name not in read:
         name = "log_probs"
 
@@ -229,15 +228,14 @@ def test_neutral_tokens(case, data):
     left = tuple(without(i, s) for i, s in enumerate(case.clean))
     form, whole = (replace(f, column=False) for f in (case.form, case.whole))
     known = {k: v for k, v in settings.items() if k != "nonfinite"}
-    expected = evaluate(left, **known)
+    expected = evaluate(left, **known, counted=case.clean)
     share = len(chosen) / len(places) if places else 0.0
-    kept = 1 - share if settings["loss_agg_mode"] == "token-mean" else 1.0
     cut = play(settings, spoiled, case.ranks, form, with_entropy=case.with_entropy)
     alone = play_alone(settings, spoiled, whole, with_entropy=case.with_entropy)
     for run in (cut, alone):
         finite(run)
-        near(run.loss, expected.loss * kept, 1e-10 * scale_of(expected), "loss")
-        right = flat_gradient(left, expected.log_prob_grad) * kept
+        near(run.loss, expected.loss, 1e-10 * scale_of(expected), "loss")
+        right = flat_gradient(left, expected.log_prob_grad)
         torch.testing.assert_close(run.log_prob_grad, right, rtol=1e-9, atol=1e-10 * scale_of(expected))
         near(run.metrics["actor/nonfinite_frac"], share, 1e-12, "nonfinite_frac")
     is_the_same(cut, alone, 1e-9 * scale_of(expected))
@@ -276,11 +274,10 @@ def test_modes_alone(samples, mode, form, count_empty, data):
     """``aggregate_loss`` in any layout: the oracle's numerator and denominator; both add up over pieces."""
     values = [[x for x, keep in zip(s.advantages, s.mask, strict=True) if keep] for s in samples]
     scalars = [[torch.tensor(x, dtype=torch.float64) for x in row] for row in values]
+    scale = {k: v for k, v in mode.items() if k == "loss_scale_factor"}
     numerator, denominator = aggregate(
-        scalars, group_keys(samples, mode["loss_agg_mode"]), mode["loss_agg_mode"],
-        loss_scale_factor=mode.get("loss_scale_factor"),
-        count_empty_sequences=count_empty,
-    )  # fmt: skip
+        samples, scalars, mode["loss_agg_mode"], count_empty_sequences=count_empty, **scale
+    )
     spoiled = poisoned(samples) if form.poison else samples
     if form.layout == "packed" and not all(s.length for s in samples):
         form = replace(form, layout="dense")  # a response of no token is nowhere in a packed row
@@ -297,7 +294,7 @@ def test_modes_alone(samples, mode, form, count_empty, data):
         total += ratio.numerator.detach()
         counted += ratio.denominator
     near(total.item(), numerator.item(), 1e-10, "numerator")
-    if mode["loss_agg_mode"] in ("token-sum", "constant"):
+    if AGGREGATIONS[mode["loss_agg_mode"]].total is None:
         counted /= len(pieces)
     assert counted.item() == denominator
 
@@ -307,10 +304,10 @@ def aggregated(samples, mode, form, count_empty):
     flat = torch.tensor([x for s in samples for x in s.advantages], dtype=torch.float64).requires_grad_()
     mask = torch.tensor([m for s in samples for m in s.mask], dtype=form.mask_dtype)
     lengths = [s.length for s in samples]
-    keys = group_keys(samples, mode["loss_agg_mode"])
-    ids = torch.tensor([keys.index(key) for key in keys])
-    name = "prompt_ids" if mode["loss_agg_mode"] == "prompt-mean" else "trajectory_ids"
-    prompts = {name: ids} if mode["loss_agg_mode"] in OF_GROUPS else {}
+    groups, prompts = GROUPS.get(AGGREGATIONS[mode["loss_agg_mode"]].total), {}
+    if groups is not None:
+        keys = [groups.key(s) for s in samples]
+        prompts[groups.ids] = torch.tensor([keys.index(key) for key in keys])
     options = dict(mode, count_empty_sequences=count_empty)
     name = options.pop("loss_agg_mode")
     if form.layout in ("nested", "padded"):

@@ -7,6 +7,7 @@ which knows no cut.
 
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from batches import Cut, cut, make_sequences, run, sequence
 from forms import LAYOUTS, NO_TOTALS, flat_gradient
 from oracle import MODES
 from ours import BLIND_TO_EMPTY, OF_GROUPS, check, in_mode, oracle_value, run_ours, value
+
+from trinity_loss.invariance.cuts import Layout
 
 PIECES = [(micro, ranks) for ranks in (1, 2, 4) for micro in (1, 2, 4, 8)]
 HOW = ("even", "uneven", "dynamic")
@@ -44,7 +47,7 @@ def test_every_cut_is_the_whole(mode, layout):
     settings = in_mode(mode, 3.5, **TERMS["all"])
     for i, (micro, ranks) in enumerate(PIECES):
         how = HOW[(i + i // 3 + LAYOUTS.index(layout)) % 3]
-        got = check(settings, cut(samples_for(micro * ranks), micro, ranks, how), layout, prompts=True)
+        got = check(settings, cut(samples_for(micro * ranks), micro, ranks, how), layout, groups=True)
         assert got.log_prob_grad.abs().max() > 1e-3
 
 
@@ -195,7 +198,7 @@ def test_totals_that_are_wrong_or_missing(layout):
             got = run_ours(in_mode(mode), one, layout, totals=totals)
             assert got.loss == pytest.approx(oracle_value(samples, in_mode(mode)).loss, rel=1e-10)
     with pytest.raises(ValueError, match="prompt"):
-        run_ours(in_mode("prompt-mean"), one, layout, prompts=False)
+        run_ours(in_mode("prompt-mean"), one, layout, groups=False)
     with pytest.raises(ValueError, match="dp_size"):
         run_ours(in_mode("token-mean"), one, layout, totals=(("dp_size", 0),))
 
@@ -212,6 +215,10 @@ def test_no_totals_means_local_means(mode, layout):
         assert got.loss == pytest.approx(expected.loss, rel=1e-10)
         reference = flat_gradient(samples, expected.log_prob_grad)
         torch.testing.assert_close(got.log_prob_grad, reference, rtol=1e-10, atol=1e-13)
+
+
+def test_every_layout_is_in_the_tests():
+    assert get_args(Layout) == LAYOUTS
 
 
 class LocalMeans:

@@ -1,5 +1,6 @@
 """Every policy loss in every mode, on cuts in every layout, against the oracle: value, gradient and metrics."""
 
+import inspect
 import math
 import pickle
 from dataclasses import replace
@@ -8,75 +9,32 @@ import pytest
 import torch
 from batches import assert_equals_oracle, build, cut, make_sequences, poisoned, run, sequence
 from forms import LAYOUTS, Form, make_leaves
-from oracle import MODES, evaluate, kl_estimate
+from oracle import MODES, OF_THE_MINI_BATCH, POLICY_LOSSES, REJECTION_RULES, evaluate, kl_estimate
 from ours import check, in_mode, run_ours
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
+from trinity_loss.errors import ConfigError
 from trinity_loss.kl import KL_TYPES, kl_penalty
+from trinity_loss.registry import CLIP_ARGUMENTS, get_policy_loss
 
 CLIP = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.6}
-REC = {
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.3,
-    "epsilon_low_prime": 0.4,
-    "epsilon_high_prime": 0.5,
-    "clip_mode": "none",
-    "weight": "none",
-    "regularizer": "none",
-    "regularizer_coef": 0.0,
-    "temp": 0.7,
-}
-
-
-def rec(**arguments):
-    return {"loss_mode": "rec", "loss_args": REC | arguments}
-
-
-OF_VERL = {
-    "ppo": {},
-    "gspo": {},
-    "cispo": {},
-    "sapo": {"loss_args": {"tau_pos": 1.3, "tau_neg": 1.7}},
-    "gmpo": {},
-    "gpg": {},
-    "dppo_tv": {},
-    "dppo_kl": {},
-    "dro": {"loss_args": {"dro_beta": 0.3}},
-    "dppo_tv with a square": {"loss_mode": "dppo_tv", "loss_args": {"kl_tau": 0.2}},
-}
-OF_OTHERS = {
-    "luspo": {},
-    "vespo": {"loss_args": {"k_pos": 1.5, "lambda_pos": 2.0, "k_neg": 2.5, "lambda_neg": 1.2}},
-    "ipo": {"loss_args": {"threshold": 0.15, "kl_tau": 0.1}},
-}
-OF_TRINITY = {
-    "importance_sampling": {},
-    "topr": {"loss_args": {"advantage_threshold": 0.2}},
-    "opmd": {"loss_args": {"tau": 0.6}},
-    "sppo": {"loss_args": {"epsilon": 0.3}},
-    "sft": {},
-    "sft_is": {},
-    "sft_phi": {"loss_args": {"cutoff_prob": 0.3}},
-    "rec": rec(),
-    "rec two-side": rec(clip_mode="two-side", weight="importance_sampling"),
-    "rec one-side": rec(clip_mode="one-side", weight="advantage", regularizer="k2", regularizer_coef=0.1),
-    "rec gspo": rec(clip_mode="gspo-one-side", weight="gspo_importance_sampling"),
-    "rec ring": rec(clip_mode="ring", regularizer="forward-kl", regularizer_coef=0.1),
+#: Arguments that take a loss through its other branches.
+BRANCHES = {
+    "dppo_tv": {"without the square": {"kl_tau": 0.0}},
+    "rec": {
+        "none": {"clip_mode": "none", "weight": "none", "regularizer": "none"},
+        "one-side": {"clip_mode": "one-side", "weight": "advantage", "regularizer_coef": 0.1},
+        "gspo": {"clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling", "regularizer": "none"},
+        "ring": {"clip_mode": "ring", "weight": "none", "regularizer": "forward-kl"},
+    },
 }
 LOSSES = {
-    name: {"loss_mode": name, "use_weights": name in OF_VERL | OF_OTHERS} | settings
-    for name, settings in (OF_VERL | OF_TRINITY | OF_OTHERS).items()
+    name: {"loss_mode": name, "loss_args": loss.tried} for name, loss in POLICY_LOSSES.items() if name == loss.name
 }
-#: verl adds 1e-10 to the rollout weights before their geometric mean.
-LOSSES["gmpo"]["weight_floor"] = 1e-10
-DEFAULT_ARGS = {
-    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
-    "topr": {"advantage_threshold": 0.0},
-    "opmd": {"tau": 1.0},
-    "sppo": {"epsilon": 0.3},
-    "sft_phi": {"cutoff_prob": 1.0},
-    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
-    "ipo": {"threshold": 0.2, "kl_tau": 0.001},
+LOSSES |= {
+    f"{name} {branch}": {"loss_mode": name, "loss_args": POLICY_LOSSES[name].tried | arguments}
+    for name, branches in BRANCHES.items()
+    for branch, arguments in branches.items()
 }
 SAMPLES = make_sequences(11, seed=2)
 
@@ -88,10 +46,6 @@ def settings_of(name, mode="token-mean", **more):
     return in_mode(mode, 3.5) | CLIP | LOSSES[name] | more
 
 
-def without_weights(name):
-    return {} if LOSSES[name]["use_weights"] else {"leave_out": ("rollout_is_weights",)}
-
-
 @every_loss
 @every_mode
 def test_on_cuts(mode, name):
@@ -99,8 +53,7 @@ def test_on_cuts(mode, name):
     settings = settings_of(name, mode)
     turn = MODES.index(mode) + list(LOSSES).index(name)
     for i, (micro, ranks, how) in enumerate(((3, 1, "uneven"), (1, 2, "dynamic"))):
-        parts = cut(SAMPLES, micro, ranks, how, seed=3)
-        got = check(settings, parts, LAYOUTS[(i + turn) % 3], **without_weights(name))
+        got = check(settings, cut(SAMPLES, micro, ranks, how, seed=3), LAYOUTS[(i + turn) % 3])
         assert got.log_prob_grad.abs().max() > 1e-3
 
 
@@ -116,7 +69,7 @@ def test_without_rollout_weights(name, layout):
 def test_masked_positions_may_hold_anything(name, layout):
     """NaN and infinities where the mask is 0, padding included; one micro-batch holds nothing else."""
     parts = cut(poisoned(SAMPLES), 4, 1, "uneven")
-    check(settings_of(name), parts, layout, expected=SAMPLES, poison=True, **without_weights(name))
+    check(settings_of(name), parts, layout, expected=SAMPLES, poison=True)
 
 
 @every_loss
@@ -125,7 +78,7 @@ def test_the_policy_has_not_moved(name):
     samples = tuple(replace(s, old_log_probs=s.log_probs) for s in SAMPLES)
     assert any(s.tokens for s in samples)
     for layout in LAYOUTS:
-        check(settings_of(name, "seq-mean-token-mean"), cut(samples, 3), layout, **without_weights(name))
+        check(settings_of(name, "seq-mean-token-mean"), cut(samples, 3), layout)
 
 
 @every_loss
@@ -136,7 +89,7 @@ def test_advantages_of_zero(name):
         for i, s in enumerate(SAMPLES)
     )
     samples = (replace(samples[0], advantages=(0.0,) * samples[0].length), *samples[1:])
-    check(settings_of(name), cut(samples, 3), "nested", **without_weights(name))
+    check(settings_of(name), cut(samples, 3), "nested")
 
 
 EXTREME = [n for n in LOSSES if not n.startswith("rec") and n not in ("dro", "sft", "opmd", "gpg")]
@@ -156,7 +109,7 @@ def test_log_ratios_far_from_zero(name, gap):
     )
     reference = evaluate(samples, **settings_of(name))
     assert math.isfinite(reference.loss)
-    got = run_ours(settings_of(name), cut(samples, 3), "nested", **without_weights(name))
+    got = run_ours(settings_of(name), cut(samples, 3), "nested")
     scale = max(1.0, abs(reference.loss), max(abs(g) for row in reference.log_prob_grad for g in row))
     assert_equals_oracle(got, reference, samples, 1e-10 * scale)
 
@@ -166,23 +119,40 @@ def test_float32(name):
     """Loss and gradient in float32, whole and cut."""
     settings = settings_of(name, "seq-mean-token-mean")
     for parts, layout in ((cut(SAMPLES), "padded"), (cut(SAMPLES, 4, 1, "uneven"), "nested")):
-        check(settings, parts, layout, 1e-5, dtype=torch.float32, **without_weights(name))
+        check(settings, parts, layout, 1e-5, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if not n.startswith("rec") and " " not in n])
-def test_defaults_are_those_of_the_origin(name):
-    """verl's and Trinity-RFT's own defaults, where a loss is configured by nothing but its name."""
-    mine = {k: v for k, v in LOSSES[name].items() if k != "loss_args"} | in_mode("token-mean")
-    if name == "dro":
-        with pytest.raises(ValueError, match="dro_beta"):
-            LossConfig(loss_mode="dro")
-        return
-    expected = evaluate(SAMPLES, **mine, loss_args=DEFAULT_ARGS.get(name, {}))
-    got = run_ours(mine, cut(SAMPLES, 2), "nested", **without_weights(name))
-    assert_equals_oracle(got, expected, SAMPLES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_arguments_and_defaults_are_those_of_the_origin(name):
+    """What the oracle does not name is not tested; and verl's and Trinity-RFT's defaults are the oracle's."""
+    loss = get_policy_loss(name)
+    own = {k: v for k, v in loss.arguments.items() if k not in CLIP_ARGUMENTS}
+    assert own.keys() == POLICY_LOSSES[name].arguments.keys()
+    assert {k: v for k, v in own.items() if v is not inspect.Parameter.empty} == POLICY_LOSSES[name].defaults
+    mine = in_mode("token-mean", loss_mode=name)
+    if missing := own.keys() - POLICY_LOSSES[name].defaults.keys():
+        with pytest.raises(ValueError, match=missing.pop()):
+            LossConfig(**mine)
+    else:
+        check(mine, cut(SAMPLES, 2), "nested")
 
 
-@pytest.mark.parametrize(("alias", "name"), [("vanilla", "ppo"), ("geo_mean", "gmpo")])
+def test_every_argument_of_every_loss_is_named_in_a_test():
+    """Of those losses, too, which have an oracle of their own."""
+    named = {
+        "dpo": {"beta", "label_smoothing"},
+        "bypass_mode": {*NO_BYPASS, "rollout_is_batch_normalize"},
+        "clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
+        "kl_cov": {"kl_cov_ratio", "ppo_kl_coef"},
+        "m2po": {"m2_threshold"},
+    }
+    assert named.keys() == OF_THE_MINI_BATCH | {"dpo", "bypass_mode"}
+    assert {name: set(get_policy_loss(name).arguments) - set(CLIP_ARGUMENTS) for name in named} == named
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [(alias, loss.name) for alias, loss in POLICY_LOSSES.items() if alias != loss.name]
+)
 def test_aliases(alias, name):
     settings = settings_of(name) | {"loss_mode": alias}
     check(settings, cut(SAMPLES, 3), "nested")
@@ -194,7 +164,7 @@ def test_aliases(alias, name):
 def test_nothing_valid(name, layout):
     """No valid token anywhere: 0 with a graph, no gradient, finite metrics."""
     samples = poisoned(tuple(replace(s, mask=(0,) * s.length) for s in SAMPLES[:3]))
-    got = run_ours(settings_of(name), cut(samples, 2), layout, poison=True, **without_weights(name))
+    got = run_ours(settings_of(name), cut(samples, 2), layout, poison=True)
     assert got.loss == 0.0
     assert not got.log_prob_grad.any()
     assert not {key: x for key, x in got.metrics.items() if not math.isfinite(x)}
@@ -203,7 +173,7 @@ def test_nothing_valid(name, layout):
 @every_loss
 def test_every_micro_batch_emits_every_metric(name):
     """Ranks that emitted different keys would not reduce; an empty micro-batch is where they could."""
-    got = run_ours(settings_of(name), cut(SAMPLES, 2, 2, "uneven"), "nested", **without_weights(name))
+    got = run_ours(settings_of(name), cut(SAMPLES, 2, 2, "uneven"), "nested")
     keys = {tuple(sorted(m)) for rank in got.emitted for m in rank}
     assert len(keys) == 1
     assert "actor/pg_loss" in keys.pop()
@@ -269,8 +239,7 @@ def test_dppo_kl_of_certain_tokens(dtype):
 @every_loss
 def test_inputs_stay_as_they_were(name, layout):
     """Nothing of the micro-batch or of the model output is written to."""
-    settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
-    loss = EnginePolicyLoss(LossConfig(**settings, entropy_coeff=0.1, use_kl_loss=True))
+    loss = EnginePolicyLoss(LossConfig(**settings_of(name), entropy_coeff=0.1, use_kl_loss=True))
     batch = build(cut(SAMPLES), Form(layout))[0][0]
     log_probs, entropy = make_leaves(SAMPLES)
     output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
@@ -290,8 +259,7 @@ def test_inputs_stay_as_they_were(name, layout):
 @every_loss
 def test_without_gradients_the_value_is_the_same(name):
     """The engine's forward-only pass: no graph, the same loss; and a loss that was pickled on its way."""
-    settings = {k: v for k, v in settings_of(name).items() if k not in ("use_weights", "weight_floor")}
-    loss = EnginePolicyLoss(LossConfig(**settings))
+    loss = EnginePolicyLoss(LossConfig(**settings_of(name)))
     batch = build(cut(SAMPLES), Form("nested"))[0][0]
     output = {"log_probs": batch.lay_out(make_leaves(SAMPLES)[0])}
     with_graph, metrics = loss(model_output=output, data=batch.data, dp_group=None)
@@ -323,6 +291,7 @@ def test_dpo_is_a_mean_over_pairs(smoothing, layout):
         assert got.metrics["actor/rejected_reward"] == pytest.approx(0.4 * sum(rejected) / 6)
         right = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 6
         assert got.metrics["actor/accuracy"] == pytest.approx(right)
+        assert len(got.metrics) == 4
 
 
 def test_dpo_refuses_half_a_pair():
@@ -359,6 +328,19 @@ def test_bypass_mode_on_cuts(name, mode):
     turn = MODES.index(mode) + list(BYPASS).index(name)
     for i, (micro, ranks, how) in enumerate(((1, 1, "even"), (3, 1, "uneven"), (1, 2, "dynamic"))):
         check(settings, cut(SAMPLES, micro, ranks, how), LAYOUTS[(i + turn) % 3], counts=True)
+
+
+@pytest.mark.parametrize("rule", REJECTION_RULES)
+def test_every_rejection_rule(rule):
+    arguments = NO_BYPASS | {"rollout_rs": rule, "rollout_rs_threshold": "0.6_1.5" if "k1" in rule else "0.3"}
+    settings = in_mode("token-mean", loss_mode="bypass_mode", loss_args=arguments)
+    got = check(settings, cut(SAMPLES, 3, 1, "uneven"), "nested", counts=True)
+    assert 0 < got.metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+
+
+def test_there_is_no_other_rejection_rule():
+    with pytest.raises(ConfigError, match=f"expected some of {', '.join(REJECTION_RULES)}$"):
+        LossConfig(loss_mode="bypass_mode", loss_args={"rollout_rs": "unknown", "rollout_rs_threshold": "1"})
 
 
 def test_rejection_leaves_the_size_of_a_prompt_group():

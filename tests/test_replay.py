@@ -26,7 +26,7 @@ def record(folder, config: LossConfig, samples: Sequence[Sample], ranks: int = 2
     """What the training worker does while it trains, with pairs of answers in each micro-batch."""
     parts = cut(samples, 3, ranks)
     log_probs, entropy = make_leaves(samples)
-    for rank, micro_batches in enumerate(build(parts, Form("nested", prompts=True))):
+    for rank, micro_batches in enumerate(build(parts, Form("nested", groups=True))):
         recorder = Recorder(2**20)
         for batch in micro_batches:
             recorder.add({"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}, batch.data)

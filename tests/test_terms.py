@@ -1,13 +1,15 @@
 """What can be added to any loss: the off-policy mask, the unbiased KL, likelihood of good answers, weights of rows."""
 
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from batches import assert_equals_oracle, cut, make_sequences, poisoned, run, sequence
 from forms import LAYOUTS
-from oracle import MODES, evaluate
+from oracle import MODES, POLICY_LOSSES, evaluate
 from ours import check, in_mode, oracle_value, run_ours
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
@@ -59,12 +61,10 @@ def test_float32_and_one_batch_alone(name, layout):
     assert alone.loss == pytest.approx(oracle_value(SAMPLES, settings).loss, rel=1e-10)
 
 
-@pytest.mark.parametrize("loss_mode", ["gspo", "gmpo", "cispo", "gpg", "vespo", "luspo", "bypass_mode"])
+@pytest.mark.parametrize("loss_mode", [*POLICY_LOSSES, "bypass_mode"])
 def test_the_mask_goes_with_any_loss(loss_mode):
-    settings = in_mode("token-mean", loss_mode=loss_mode, off_policy_mask=0.1, use_weights=True)
-    settings |= {"weight_floor": 1e-10} if loss_mode == "gmpo" else {}
-    if loss_mode == "vespo":
-        settings["loss_args"] = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+    settings = {"loss_args": POLICY_LOSSES[loss_mode].tried} if loss_mode in POLICY_LOSSES else {}
+    settings |= in_mode("token-mean", loss_mode=loss_mode, off_policy_mask=0.1, use_weights=True)
     if loss_mode == "bypass_mode":
         no_rejection = {"rollout_rs": None, "rollout_rs_threshold": None}
         settings["loss_args"] = {
@@ -213,6 +213,24 @@ def test_the_instrument_counts_as_the_worker_does(mode):
     assert report.ok
     assert not report.skipped
     assert "actor/nll_on_positives" in report.rows[0].metrics
+
+
+#: Options of the loss that the oracle does not know, and the test that does.
+ELSEWHERE = {
+    "distillation": "test_distillation.py",
+    **dict.fromkeys(("top_entropy_quantile", "selection_pass", "selection_seed"), "test_selecting_losses.py"),
+    **dict.fromkeys(("entropy_agg_mode", "kl_agg_mode"), "test_invariance.py"),
+    **dict.fromkeys(("count_padding_rows", "count_rejected_tokens"), "test_invariance.py"),
+    "nonfinite": "test_generated.py",
+    **dict.fromkeys(("rollout_metrics", "rollout_metrics_upper", "rollout_metrics_lower"), "test_generated.py"),
+}
+
+
+def test_every_option_of_the_loss_is_in_a_test():
+    of_the_oracle = set(inspect.signature(evaluate).parameters) - {"samples", "use_weights", "counted"}
+    assert {f.name for f in fields(LossConfig)} == of_the_oracle | ELSEWHERE.keys()
+    for option, file in ELSEWHERE.items():
+        assert option in (Path(__file__).parent / file).read_text(), f"{option} is not in {file}"
 
 
 def test_weights_that_nobody_asked_for(monkeypatch):

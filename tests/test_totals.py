@@ -2,10 +2,14 @@
 
 import multiprocessing
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from batches import build, cut, make_sequences, run, sequence
+from forms import NO_TOTALS, Form, group_tokens, totals_of
+from oracle import AGGREGATIONS, COUNTS, GROUPS, MODES, OF_VERL
+from ours import in_mode
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from trinity_loss import LossConfig
@@ -13,12 +17,12 @@ from trinity_loss.aggregation import SeqMeanTokenSum
 from trinity_loss.errors import BatchError, ConfigError, FieldShapeError, TotalsError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.minibatch import MiniBatch
-from trinity_loss.loss import EnginePolicyLoss
-from trinity_loss.totals import Count, GroupCount, Totals, find_count, read_totals, register_count
+from trinity_loss.loss import EnginePolicyLoss, TrinityPolicyLoss
+from trinity_loss.totals import Count, GroupCount, Totals, count_names, find_count, read_totals, register_count
 from trinity_loss.verl.counting import Counting
 
-LONG = Count("batch_num_long_sequences", "worker", lambda rows: (rows.tokens.counts > 2).sum())
-SESSIONS = GroupCount("batch_num_sessions", "session_num_tokens", "session_ids", lambda rows: rows.required("session"))
+LONG = Count("tests_num_long_sequences", "worker", lambda rows: (rows.tokens.counts > 2).sum())
+SESSIONS = GroupCount("tests_num_sessions", "session_num_tokens", "session_ids", lambda rows: rows.required("session"))
 for count in (LONG, SESSIONS):
     register_count(count)
 
@@ -46,15 +50,14 @@ def counted(data, config, **kwargs):
     return data
 
 
-def in_mode(mode):
-    return LossConfig(loss_agg_mode=f"{__name__}:{mode.__name__}")
+LONG_MEAN = LossConfig(loss_agg_mode=f"{__name__}:{LongMean.__name__}")
 
 
 def test_a_count_of_ones_own_reaches_worker_loss_and_instrument():
-    data = counted(rows(3, 1, 4), in_mode(LongMean))
+    data = counted(rows(3, 1, 4), LONG_MEAN)
     assert read_totals(data).get(LONG.name) == 2
 
-    loss = EnginePolicyLoss(in_mode(LongMean))
+    loss = EnginePolicyLoss(LONG_MEAN)
     fields = dict.fromkeys(("old_log_probs", "advantages"), torch.ones(3, 4))
     log_probs = torch.ones(3, 4, requires_grad=True)
     values = [
@@ -68,6 +71,20 @@ def test_a_count_of_ones_own_reaches_worker_loss_and_instrument():
     assert sum(values) == -4  # eight tokens of advantage 1 over two long sequences
 
     assert check_invariance(loss).ok
+
+
+def test_a_count_is_taken_before_the_loss_rejects():
+    """Two sequences of three tokens, one of which the loss rejects: five losses of -1 over two long sequences."""
+    samples = (
+        sequence(3, old_log_probs=[-1.0, -1.0, -4.0], advantages=1.0),
+        sequence(3, advantages=1.0),
+    )
+    arguments = {"rollout_rs": "token_k2", "rollout_rs_threshold": "1"}
+    config = replace(LONG_MEAN, loss_mode="bypass_mode", loss_args=arguments)
+    for loss, totals in ((TrinityPolicyLoss(config), NO_TOTALS), (EnginePolicyLoss(config), ((LONG.name, 2),))):
+        assert run(loss, cut(samples), "nested", totals=totals).loss == pytest.approx(-5 / 2, rel=1e-12)
+    pieces = run(EnginePolicyLoss(config), cut(samples, 2), "nested", totals=((LONG.name, 2),))
+    assert pieces.loss == pieces.metrics["actor/pg_loss"] == pytest.approx(-5 / 2, rel=1e-12)
 
 
 def test_a_count_of_ones_own_is_expected_by_the_instrument():
@@ -92,6 +109,32 @@ def test_pairs_are_half_of_the_sequences():
     assert Totals().get("batch_num_pairs") is None
     with pytest.raises(TotalsError, match="global_batch_size is 5; a loss of pairs needs an even number"):
         Totals(counts={"global_batch_size": 5}).get("batch_num_pairs")
+
+
+def test_every_count_is_in_the_oracle():
+    """A count that the oracle does not know is a count without a test."""
+    known = map(find_count, count_names())
+    of_rows = {count.name: getattr(count, "of_rows", getattr(count, "keys", None)) for count in known}
+    ours = {name for name, of in of_rows.items() if of is not None and of.__module__ == "trinity_loss.totals"}
+    assert ours == {*COUNTS, *GROUPS}
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_worker_counts_as_the_oracle_does(mode, layout, count_empty):
+    """What it attaches in each mode, beside what verl sends: every count, and the groups that the mode divides by."""
+    samples = (*make_sequences(9, seed=3, masked=2), sequence(2, mask=[0, 0], uid="pad-0", advantages=1.0))
+    config = LossConfig(**in_mode(mode, count_empty_sequences=count_empty))
+    ((micro,),) = build(cut(samples), Form(layout, totals=NO_TOTALS))
+    Counting().attach(micro.data, config, None)
+    right = totals_of(samples, 1, Form(counts=True, groups=True, count_empty_groups=count_empty))
+    total = AGGREGATIONS[mode].total
+    names = (set(COUNTS) - set(OF_VERL)) | ({total} & set(GROUPS))
+    assert read_totals(micro.data).counts == {name: right[name] for name in names}
+    if total in GROUPS:
+        per_row = GROUPS[total].per_row
+        assert micro.data[per_row].tolist() == [group_tokens(samples, i)[per_row] for i in range(len(samples))]
 
 
 def test_the_worker_counts_what_the_modes_need():

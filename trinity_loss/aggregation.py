@@ -69,7 +69,7 @@ class AggregationMode:
         raise NotImplementedError(f"{type(self).__name__} has no total")
 
     def local_count(self, tokens: ResponseTokens) -> Tensor:
-        """0-d: this micro-batch's part of the denominator."""
+        """0-d: this micro-batch's part of the denominator; the tokens are those before the loss rejected some."""
         raise NotImplementedError(f"{type(self).__name__} has no local_count")
 
     def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor | None:
@@ -125,7 +125,7 @@ class TokenMean(AggregationMode):
         return "batch_num_tokens" if self.count_rejected_tokens else "batch_num_valid_tokens"
 
     def local_count(self, tokens: ResponseTokens) -> Tensor:
-        return tokens.num_denominator_tokens if self.count_rejected_tokens else tokens.num_tokens
+        return tokens.num_tokens
 
 
 @dataclass(frozen=True)

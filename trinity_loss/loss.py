@@ -200,7 +200,7 @@ class TrinityPolicyLoss:
             else:
                 numerator, weights = mode.linearize(term.values * row_weights, tokens)
                 weights = weights * row_weights
-            count = mode.local_count(tokens)
+            count = mode.local_count(tokens.before_rejection)
             metrics.add_ratio(term.name, Ratio(numerator, count), mode.total)
             if term.coefficient == 0:
                 continue

@@ -147,7 +147,7 @@ class MicroBatch:
         """int64 0-d: tokens of ``loss_mask``, which an engine counts; of ``response_mask`` where there is none."""
         mask = get_value(self.data, "loss_mask")
         if not isinstance(mask, Tensor):
-            return self.tokens.num_denominator_tokens
+            return self.tokens.before_rejection.num_tokens
         return (jagged_parts(mask)[0] if is_jagged(mask) else mask).count_nonzero()
 
     def has(self, name: str) -> bool:

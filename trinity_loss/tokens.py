@@ -84,8 +84,7 @@ class ResponseTokens:
         labels: int64 [N], the slot of each token, where ``offsets`` is None.
         segment_ids: The ids [rows, T] that packed rows came with, else None.
         exists: bool [S], the slots that count as sequences; None if all do.
-        denominator_mask: bool [N], the tokens that a token mean divides by where they are more than
-            ``mask`` (before rejection); None if they are the same.
+        denominator_mask: bool [N], ``mask`` as it was before the loss rejected some tokens; None if it rejected none.
         groups: Groups of sequences that are known, by the name of their count, see :mod:`trinity_loss.totals`.
 
     Example:
@@ -213,11 +212,6 @@ class ResponseTokens:
         return self._once("num_tokens", self.mask.count_nonzero)
 
     @property
-    def num_denominator_tokens(self) -> Tensor:
-        """int64 0-d: tokens that a token mean divides by."""
-        return self.num_tokens if self.denominator_mask is None else self.denominator_mask.sum()
-
-    @property
     def num_sequences(self) -> Tensor:
         """int64 0-d: sequences, fully masked ones included."""
         if self.exists is not None:
@@ -226,9 +220,8 @@ class ResponseTokens:
 
     @property
     def num_nonempty_sequences(self) -> Tensor:
-        """int64 0-d: sequences with at least one token that counts, or counted until it was rejected."""
-        before = self if self.denominator_mask is None else replace(self, mask=self.denominator_mask)
-        return (before.counts > 0).sum()
+        """int64 0-d: sequences with at least one token that counts."""
+        return (self.counts > 0).sum()
 
     def differ_within(self, ids: Tensor) -> Tensor:
         """Whether ids [N] of packed rows differ within a segment, bool 0-d; padding has none that matters."""
@@ -282,11 +275,18 @@ class ResponseTokens:
 
     @property
     def has_rejections(self) -> bool:
-        """Whether ``mask`` leaves out tokens that a token mean still divides by."""
+        """Whether ``mask`` leaves out tokens that the loss has rejected."""
         return self.denominator_mask is not None
 
+    @property
+    def before_rejection(self) -> ResponseTokens:
+        """The same tokens as they were before the loss rejected some: what the mini-batch's counts were taken of."""
+        return (
+            self if self.denominator_mask is None else replace(self, mask=self.denominator_mask, denominator_mask=None)
+        )
+
     def reject(self, rejected: Tensor) -> ResponseTokens:
-        """The same tokens without those where ``rejected`` bool [N]; a token mean still divides by them."""
+        """The same tokens without those where ``rejected`` bool [N]; a denominator still counts them."""
         before = self.mask if self.denominator_mask is None else self.denominator_mask
         return replace(self, mask=self.mask & ~rejected, denominator_mask=before)
 
