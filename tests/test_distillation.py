@@ -252,7 +252,9 @@ def verls_config(settings):
     mode, loss = settings["loss_agg_mode"], settings["distillation"]
     made = actor_config(compose(overrides=[f"actor_rollout_ref.actor.loss_agg_mode={mode}"]))
     defaults = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None}
-    return made, DistillationConfig(distillation_loss=VerlLossConfig(**defaults | loss))
+    # verl's bounds do not follow its clip_ratio.
+    bounds = dict(zip(("clip_ratio_low", "clip_ratio_high"), DistillationLossConfig(**loss).clip_range, strict=True))
+    return made, DistillationConfig(distillation_loss=VerlLossConfig(**defaults | loss | bounds))
 
 
 @pytest.mark.parametrize("layout", ["nested", "padded"])

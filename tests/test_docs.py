@@ -85,7 +85,7 @@ def table(document: str, head: str) -> list[list[str]]:
     _, _, rest = (ROOT / document).read_text().partition(f"| {head} |")
     rows = rest.split("\n\n")[0].splitlines()[2:]
     assert rows, f"{document} has no table with {head}"
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("| "))] for row in rows]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|"))] for row in rows]
 
 
 def names(cell: str) -> list[str]:
