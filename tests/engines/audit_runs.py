@@ -422,6 +422,20 @@ def _fails_in_a_pass(worker: Any, rank: int | None = None) -> None:
     worker.engine.forward_step = forward_step
 
 
+def _fails_at_first(worker: Any) -> None:
+    """The engine fails on every rank, once it has begun with the first pass."""
+    original, calls = worker.engine.forward_step, []
+
+    def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if "audit_row" in set(micro_batch.keys()):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("no room at /home/me/x")
+        return original(micro_batch, *args, **kwargs)
+
+    worker.engine.forward_step = forward_step
+
+
 def _fails_on_one_rank(worker: Any) -> None:
     from trinity_loss.verl import audit
 
@@ -459,6 +473,7 @@ FAULTS = {
     "no report": Fault(plant=_no_report),
     "no cut": Fault(plant=_one_rank_fails("audit_passes:Pass.cut", lambda one, *_: one.name == "half")),
     "engine error": Fault(plant=_fails_in_a_pass),
+    "engine error at first": Fault(plant=_fails_at_first),
     "engine error on one rank": Fault(plant=_fails_on_one_rank),
     "unwritable": Fault(plant=_unwritable),
     "no num_micro_batch": Fault(plant=_drop_num_micro_batch),

@@ -167,6 +167,7 @@ AUDIT_FAILS = {
     "no shares": (AuditRun(TWO, "no shares"), "RuntimeError: no room at x"),
     "no comparison": (AuditRun(TWO, "no comparison"), "the mini-batch as configured: RuntimeError: no room at x"),
     "no report": (AuditRun(TWO, "no report"), "RuntimeError: no room at x"),
+    "engine error at first": (AuditRun(TWO, "engine error at first"), "as configured: RuntimeError: no room at x"),
     "the loss": (AuditRun(TWO, shadow=fails_on_rank_one), "as configured: RuntimeError: a loss that fails at file.py"),
 }
 #: What fails on one rank in some pass, which pass, and why: the pass is left out.

@@ -161,7 +161,7 @@ class _Audit:
 
         The first pass of all, and of an experiment that names one by ``against``, becomes what is compared with.
         """
-        observer = Observer(self.loss_fn)
+        observer = Observer(self.loss_fn, plain=one.name == _RECOVERY)
         if not self.runs:
             observer.record = _RECORDED_TOKENS // self.engine.get_data_parallel_size()
 
@@ -222,16 +222,20 @@ class _Audit:
         return output, max(seconds for *_, seconds in everyone)
 
     def _recover(self, text: str) -> None:
-        """Passes as configured until one has the gradient of the first again: an engine may keep what it had summed."""
-        again = replace(self.first, name=_RECOVERY)
-        for _ in range(3 if self.runs else 0):
-            if self._pass(again):
+        """Passes as configured until one has the gradient of the first again: an engine may keep what it had summed.
+
+        Where there is no first, of the one before.
+        """
+        again, begun = replace(self.first, name=_RECOVERY), len(self.runs)
+        for _ in range(3):
+            if not self._pass(again):
+                self.left_out.pop()
+            elif len(self.runs) > 1:
                 off = error_of(self.runs.pop(), "all")
                 noise = max((error_of(run, "all") for run in self.runs if run["name"] == "repeat"), default=0.0)
                 if off <= max(self.tolerance, 3 * noise):
+                    del self.runs[begun:]
                     return
-            else:
-                self.left_out.pop()
         raise EngineFailed(f"audit of step {self.step}: {text}")
 
     def _found(self, output: dict[str, Any], observer: Observer) -> tuple[Comparison, Comparison, int, Any]:

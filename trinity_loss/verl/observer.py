@@ -14,8 +14,9 @@ from torch import Tensor
 from trinity_loss.jagged import jagged_parts, stored_values
 from trinity_loss.recorder import Recorder
 from trinity_loss.verl.choice import config_of
-from trinity_loss.verl.shadow import loss_gradient
+from trinity_loss.verl.shadow import loss_gradients
 
+_OF_MODEL = ("log_probs", "entropy")
 #: Of one row: values per token by name, and whether the row stood first in its micro-batch.
 Row = tuple[dict[str, Tensor], bool]
 
@@ -26,6 +27,7 @@ class Observer:
 
     Attributes:
         loss_fn: The loss.
+        plain: Only the loss is called, as in training.
         record: So many tokens are recorded, and the rest of their micro-batch.
         recorder: Keeps what the loss looks at.
         recorded: Tokens, so far.
@@ -36,6 +38,7 @@ class Observer:
     """
 
     loss_fn: Callable[..., Any]
+    plain: bool = False
     record: int = 0
     recorder: Recorder = field(init=False)
     recorded: int = 0
@@ -47,7 +50,10 @@ class Observer:
         config = config_of(self.loss_fn)
         self.recorder = Recorder(sys.maxsize, None if config is None else config.row_weights)
 
-    def __call__(self, *, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    def __call__(self, *, data: Any, model_output: Any = None, dp_group: Any = None, **named: Any) -> Any:
+        if model_output is None or self.plain:  # A loss that distils is asked for a divergence of the logits before.
+            given = {} if model_output is None else {"model_output": model_output, "dp_group": dp_group}
+            return self.loss_fn(data=data, **given, **named)
         self.micro_batches += 1
         try:
             if self.error is None:
@@ -57,28 +63,33 @@ class Observer:
                 return self.loss_fn(model_output=model_output, data=data, dp_group=dp_group)
         except Exception as error:
             self.error = error
-        log_probs = model_output["log_probs"]
-        return (stored_values(log_probs) if log_probs.is_nested else log_probs).sum() * 0.0, {}
+        outputs = [value for value in model_output.values() if isinstance(value, Tensor) and value.requires_grad]
+        sums = [(stored_values(value) if value.is_nested else value).sum() for value in outputs]
+        return torch.stack(sums).sum() * 0.0, {}
 
     def _record(self, model_output: Any, data: Any) -> None:
-        self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
         try:
+            self.recorded += int(jagged_parts(model_output["log_probs"])[1][-1])
             self.recorder.add(model_output, data)
         except Exception:  # Fields that nobody knows how to lay out again: then the loss is not tried by itself.
             self.recorder, self.record = Recorder(0), 0
 
     def _keep(self, model_output: Any, data: Any, dp_group: Any) -> None:
-        _, offsets = jagged_parts(model_output["log_probs"])
-        values = {"loss gradient": loss_gradient(self.loss_fn, model_output, data, dp_group)[0]}
-        for name in ("log_probs", "entropy"):
-            if model_output.get(name, None) is not None:
-                values[name] = jagged_parts(model_output[name])[0].detach()
-        values = {name: value.to("cpu", torch.float64) for name, value in values.items()}
-        bounds = offsets.tolist()
+        gradients, _, _ = loss_gradients(self.loss_fn, model_output, data, dp_group)
+        given = {name: model_output[name] for name in (*gradients, "entropy") if model_output.get(name) is not None}
+        # Where the model is trained by a teacher alone, its divergence stands where log-probs would.
+        by_name = {
+            "log_probs" if "log_probs" not in given and name in gradients else name: given[name] for name in given
+        }
+        offsets = jagged_parts(by_name["log_probs"])[1].tolist()
+        values = {name: [jagged_parts(value)[0].detach()] for name, value in by_name.items() if name in _OF_MODEL}
+        values["loss gradient"] = list(gradients.values())
+        on_host = {name: [part.to("cpu", torch.float64) for part in parts] for name, parts in values.items()}
         for place, row in enumerate(data["audit_row"].tolist()):
             # The last place predicts the first token of whatever comes after the row.
-            part = slice(bounds[place], bounds[place + 1] - 1)
-            self.rows[row] = ({name: value[part] for name, value in values.items()}, place == 0)
+            part = slice(offsets[place], offsets[place + 1] - 1)
+            kept = {name: torch.cat([whole[part] for whole in parts]) for name, parts in on_host.items()}
+            self.rows[row] = (kept, place == 0)
 
 
 @contextmanager

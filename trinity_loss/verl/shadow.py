@@ -78,9 +78,17 @@ class ShadowLoss:
 def loss_gradient(
     loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]], model_output: Mapping[str, Any], data: Any, dp_group: Any
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Gradient by log-probs, then by a teacher's divergence, float64, with loss and metrics; the live graph stays."""
+    """The gradient of :func:`loss_gradients` as one vector, with loss and metrics."""
+    found, loss, metrics = loss_gradients(loss_fn, model_output, data, dp_group)
+    return torch.cat(list(found.values())), loss, metrics
+
+
+def loss_gradients(
+    loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]], model_output: Mapping[str, Any], data: Any, dp_group: Any
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    """Gradients by log-probs and a teacher's divergence, flat float64, with loss and metrics; the live graph stays."""
     outputs: dict[str, Any] = {}
-    leaves: list[Tensor] = []
+    leaves: dict[str, Tensor] = {}
     for name, value in model_output.items():
         if not isinstance(value, Tensor):
             continue
@@ -88,8 +96,8 @@ def loss_gradient(
         differentiated = name in _DIFFERENTIATED
         copy = values.detach().clone().requires_grad_(differentiated or value.requires_grad)
         outputs[name] = copy if offsets is None else torch.nested.nested_tensor_from_jagged(copy, offsets=offsets)
-        leaves += [copy] if differentiated else []
+        leaves |= {name: copy} if differentiated else {}
     loss, metrics = loss_fn(model_output=outputs, data=data, dp_group=dp_group)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    gradient = torch.cat([part.reshape(-1) for part in found])
-    return gradient.to(torch.float64), loss.detach(), metrics
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    flat = (part.reshape(-1).to(torch.float64) for part in found)
+    return dict(zip(leaves, flat, strict=True)), loss.detach(), metrics
