@@ -34,6 +34,8 @@ NAMES = {
     "faultless, LoRA": "FSDP2, LoRA",
     "faultless, pipeline, tied": "Megatron, pipeline parallel, the head tied to the embedding",
     "faultless, expert bias": "Megatron, experts balanced by a bias",
+    "faultless, distilled": "FSDP2, two ranks, a teacher's top k beside the policy loss",
+    "faultless, taught alone": "FSDP2, two ranks, a teacher's top k alone, no log-probs",
     "faultless, hybrid": "FSDP2, hybrid sharding on four ranks",
     "faultless, virtual pipeline": "Megatron, virtual pipeline",
     "faultless, experts over ranks": "Megatron, expert parallel",

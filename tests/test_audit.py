@@ -181,6 +181,7 @@ SAME = a_pass("repeat", gradient={"error": 0.0})
         (findings(SAME, a_pass("half", gradient=FAR, log_probs=5e-5), a_pass("no expert capacity"),
                   a_pass("half, no expert capacity", log_probs=5e-5) | {"against": "no expert capacity"}),
          "model", "or on rounding"),
+        (findings(a_pass("half", log_probs=0.1)), "model", "(attention_dropout 0.1), which the pass repeat would tell"),
         (findings(SAME), "faultless", "nothing is known of model and engine; the loss tried by itself: all is well"),
         (findings(SAME, first=a_pass("as configured", of_tokens={"log_probs": math.nan})),
          "model", "its log-probs are not finite"),
@@ -220,6 +221,9 @@ def test_a_report_names_no_folder_and_no_machine(tmp_path):
     @dataclass
     class Engine:
         strategy: str = "fsdp2"
+        use_dynamic_bsz: bool = True
+        param_offload: bool = False
+        fsdp_size: int = 1
         override_transformer_config: dict = field(
             default_factory=lambda: {"recompute": Path("/scratch/me/x.json"), "dtype": torch.float32}
         )
@@ -235,9 +239,18 @@ def test_a_report_names_no_folder_and_no_machine(tmp_path):
     assert "gloo: HOST [HOST]" in report.markdown()
     assert "{'recompute': 'x.json', 'dtype': 'torch.float32'}" in report.markdown()
     assert "gradient ×" in report.markdown()
+    assert report.found["layout"].keys() == {"strategy", "use_dynamic_bsz", "override_transformer_config"}
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": 2, "runs": [1]}', '{"format": 1, "runs": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[]", '"text"', '{"format": 1, "runs": []}', '{"format": 1, "runs": [{}]}'),
+        json.dumps(findings(SAME))[:-40],
+        json.dumps(findings(SAME) | {"format": 2}),
+        json.dumps(findings(SAME) | {"runs": [1]}),
+    ],
+)
 def test_what_is_no_report_is_refused(content, tmp_path, capsys):
     path = tmp_path / "file.json"
     path.write_text(content)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class AuditRun:
         steps: How many.
         audited: Which of them.
         lr: Learning rate.
+        bound: Overrides of verl's configuration that bind the loss in place of the case's.
         trinity: ``stock`` or ``scaled``: Trinity-RFT's PPO loss, in the training worker that its plugin makes.
         shadow: A ``loss_mode`` and ``loss_agg_mode`` of verl's loss, which trains in place of the case's, or a loss.
     """
@@ -45,6 +46,7 @@ class AuditRun:
     audited: tuple[int, ...] = (1,)
     lr: float = 0.0
     shadow: Any = None
+    bound: tuple[str, ...] = ()
     trinity: str = ""
 
 
@@ -111,6 +113,7 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
+    from trinity_loss.losses_by_name import bind_loss
     from trinity_loss.verl.audit_settings import AuditSettings
     from trinity_loss.verl.harness.rank import cut
 
@@ -154,7 +157,8 @@ def run_rank(runs: list[AuditRun], engine: str, model: str, store: str, folder: 
         np.random.seed(3)
         fault.plant(worker)
         size, rank = worker.engine.get_data_parallel_size(), worker.engine.get_data_parallel_rank()
-        worker.set_loss_fn(trinity_loss_fn(run.trinity) if run.trinity else load(run.case.loss))
+        loss_fn = bind_loss("ours:vanilla", *run.bound).loss_fn if run.bound else load(run.case.loss)
+        worker.set_loss_fn(trinity_loss_fn(run.trinity) if run.trinity else loss_fn)
         if run.shadow is not None:
             worker.loss_fn = shadow_loss(run.shadow)
         reports = Path(folder) / str(number)
@@ -408,32 +412,29 @@ def _fails_at_logits(worker: Any) -> None:
     worker.engine.prepare_model_outputs = prepare_model_outputs
 
 
+def _engine_fails(worker: Any, fails: Callable[[Any], bool]) -> None:
+    """The engine refuses some of the audit's micro-batches."""
+    original = worker.engine.prepare_model_inputs
+
+    def prepare_model_inputs(*args: Any, **named: Any) -> Any:
+        (micro_batch,) = (*args, *named.values())
+        if "audit_row" in set(micro_batch.keys()) and fails(micro_batch):
+            raise RuntimeError("no room at /home/me/x")
+        return original(*args, **named)
+
+    worker.engine.prepare_model_inputs = prepare_model_inputs
+
+
 def _fails_in_a_pass(worker: Any, rank: int | None = None) -> None:
-    """The engine refuses the audit's micro-batches of one row, before or after it has begun."""
-    original, calls = worker.engine.forward_step, []
-
-    def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(micro_batch) == 1 and "audit_row" in set(micro_batch.keys()) and rank in (None, worker.rank):
-            calls.append(1)
-            if len(calls) % 4 == 2:
-                raise RuntimeError("no room at /home/me/x")
-        return original(micro_batch, *args, **kwargs)
-
-    worker.engine.forward_step = forward_step
+    """The engine refuses micro-batches of one row, before or after it has begun."""
+    calls = count(1)
+    _engine_fails(worker, lambda rows: len(rows) == 1 and rank in (None, worker.rank) and next(calls) % 4 == 2)
 
 
 def _fails_at_first(worker: Any) -> None:
     """The engine fails on every rank, once it has begun with the first pass."""
-    original, calls = worker.engine.forward_step, []
-
-    def forward_step(micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if "audit_row" in set(micro_batch.keys()):
-            calls.append(1)
-            if len(calls) == 2:
-                raise RuntimeError("no room at /home/me/x")
-        return original(micro_batch, *args, **kwargs)
-
-    worker.engine.forward_step = forward_step
+    calls = count(1)
+    _engine_fails(worker, lambda rows: next(calls) == 2)
 
 
 def _fails_on_one_rank(worker: Any) -> None:

@@ -26,6 +26,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 ONE = EngineCase(OURS, batch=BatchSpec(layout="nested"), micro_batches=2)
 TWO = replace(ONE, world_size=2, batch=BatchSpec())
 TRAINED = {"steps": 3, "lr": 0.01}
+_TEACHER = ("distillation.enabled=True", "distillation.distillation_loss.loss_mode=forward_kl_topk")
+DISTILLED = AuditRun(
+    replace(TWO, batch=BatchSpec(teacher=5)), bound=(*_TEACHER, "distillation.distillation_loss.topk=5")
+)
+TAUGHT = replace(
+    DISTILLED,
+    case=replace(TWO, batch=BatchSpec(teacher=5, taught_alone=True)),
+    bound=(*DISTILLED.bound, "distillation.distillation_loss.use_task_rewards=False"),
+)
 
 #: By name: a run, whose fault it is, and words of the sentence that names it.
 FSDP = {
@@ -53,6 +62,8 @@ FSDP = {
     "faultless, FSDP1, LoRA": (AuditRun(TWO, "fsdp1 lora"), "faultless", "in all 5 passes"),
     "faultless, tied": (AuditRun(TWO, "tied"), "faultless", "in all 5 passes"),
     "faultless, LoRA": (AuditRun(TWO, "lora"), "faultless", "in all 5 passes"),
+    "faultless, distilled": (DISTILLED, "faultless", "in all 5 passes"),
+    "faultless, taught alone": (TAUGHT, "faultless", "in all 5 passes"),
     "faultless, hybrid": (AuditRun(replace(TWO, world_size=4, fsdp_size=2)), "faultless", "in all 3 passes"),
 }  # fmt: skip
 MEGATRON = {
@@ -74,7 +85,13 @@ MEGATRON = {
 }
 #: Each with and without an audit.
 SAME = {
-    "fsdp": (AuditRun(TWO, **TRAINED), AuditRun(TWO, "offload", **TRAINED), AuditRun(TWO, "fsdp1", **TRAINED)),
+    "fsdp": (
+        AuditRun(TWO, **TRAINED),
+        AuditRun(TWO, "offload", **TRAINED),
+        AuditRun(TWO, "fsdp1", **TRAINED),
+        AuditRun(replace(ONE, dtype="bfloat16"), "dropout", **TRAINED),
+        replace(DISTILLED, **TRAINED),
+    ),
     "megatron": (
         AuditRun(replace(TWO, distributed_optimizer=True), **TRAINED),
         AuditRun(replace(TWO, distributed_optimizer=True), "offload", **TRAINED),
@@ -179,21 +196,36 @@ PASS_FAILS = {
 }
 
 
-def test_an_error_of_its_own_is_a_warning():
+#: The same where Megatron's engine fails on every rank.
+DISTRIBUTED = replace(TWO, distributed_optimizer=True)
+MEGATRON_FAILS = {
+    "engine error at first": (AuditRun(DISTRIBUTED, "engine error at first"), "RuntimeError: no room at x")
+}
+MEGATRON_PASS_FAILS = {
+    "engine error": (AuditRun(DISTRIBUTED, "engine error"), ["half", "single"], "RuntimeError: no room at x"),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "case", "audit_fails", "pass_fails"),
+    [("fsdp", TWO, AUDIT_FAILS, PASS_FAILS), ("megatron", DISTRIBUTED, MEGATRON_FAILS, MEGATRON_PASS_FAILS)],
+    ids=["fsdp", "megatron"],
+)
+def test_an_error_of_its_own_is_a_warning(engine, case, audit_fails, pass_fails):
     """On one rank or on all: training goes on, to the bit as without an audit, and no rank waits for another."""
-    fails = [replace(run, **TRAINED) for run, _ in AUDIT_FAILS.values()]
-    in_pass = [replace(run, **TRAINED) for run, _, _ in PASS_FAILS.values()]
+    fails = [replace(run, **TRAINED) for run, _ in audit_fails.values()]
+    in_pass = [replace(run, **TRAINED) for run, _, _ in pass_fails.values()]
     started = time.monotonic()
-    plain, *results = audit_all("fsdp", [AuditRun(TWO, audited=(), **TRAINED), *fails, *in_pass])
+    plain, *results = audit_all(engine, [AuditRun(case, audited=(), **TRAINED), *fails, *in_pass])
     assert time.monotonic() - started < 250  # A rank would wait for 300 s.
-    for (name, (run, words)), result in zip(AUDIT_FAILS.items(), results, strict=False):
+    for (name, (run, words)), result in zip(audit_fails.items(), results, strict=False):
         assert not result.reports, name
         assert len(result.warnings) == 1, name
         assert "audit of step 1 left out, training goes on: " in result.warnings[0], name
         assert words in result.warnings[0], name
         if run.shadow is None:
             assert (result.state, result.metrics) == (plain.state, plain.metrics), name
-    for (name, (_, left_out, why)), result in zip(PASS_FAILS.items(), results[len(fails) :], strict=True):
+    for (name, (_, left_out, why)), result in zip(pass_fails.items(), results[len(fails) :], strict=True):
         assert [each for each, _ in result.reports[1]["left_out"]] == left_out, name
         assert all(why in text for _, text in result.reports[1]["left_out"]), name
         assert result.reports[1]["verdict"] == "faultless", name

@@ -198,14 +198,13 @@ def load_audit(path: str | Path) -> AuditReport:
         OSError: It cannot be read.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        return AuditReport(found) if found["format"] == 1 and found["runs"] else _refuse(path)
-    except (ValueError, KeyError, TypeError) as error:
+        report = AuditReport(json.loads(Path(path).read_text()))
+        if report.found["format"] != 1:
+            raise ValueError(report.found["format"])
+        str(report), report.markdown()  # Neither can be made of anything else.
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no report of an audit; expected an audit-step-N.json") from error
-
-
-def _refuse(path: str | Path) -> AuditReport:
-    raise ValueError(str(path))
+    return report
 
 
 def explain(
@@ -258,7 +257,9 @@ def _layout(config: Any) -> dict[str, Any]:
     """Options of the engine that a gradient may depend on, those that are set."""
     names = [name for name in getattr(config, "__dataclass_fields__", ()) if _LAYOUT.search(name)]
     found = {name: getattr(config, name) for name in names}
-    return {name: dict(v) if hasattr(v, "items") else v for name, v in found.items() if v not in (None, False, {}, 1)}
+    # True equals 1, which is what no parallel size has to be named for.
+    told: dict[str, Any] = {name: v for name, v in found.items() if v is True or v not in (None, False, {}, 1)}
+    return {name: dict(v) if hasattr(v, "items") else v for name, v in told.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -111,7 +111,10 @@ def _of_model(found: dict[str, Any], run: dict[str, Any], tolerance: float) -> s
             f"{text}; sequences that stand first in a micro-batch keep theirs and those behind them do not: attention "
             "leaks between packed sequences"
         )
-    return f"{text}: what it computes of a sequence depends on the others (packing, capacity of experts) or on rounding"
+    causes = ["the others (packing, capacity of experts)", "rounding"]
+    if found["random"] and not any(r["name"] == "repeat" for r in found["runs"]):
+        causes.append(f"random numbers ({', '.join(found['random'])}), which the pass repeat would tell")
+    return f"{text}: what it computes of a sequence depends on {' or on '.join(causes)}"
 
 
 def _of_engine(found: dict[str, Any], odd: Sequence[dict[str, Any]], halves: float) -> str:

@@ -224,18 +224,18 @@ class _Audit:
     def _recover(self, text: str) -> None:
         """Passes as configured until one has the gradient of the first again: an engine may keep what it had summed.
 
-        Where there is no first, of the one before.
+        Where there is no first, until two that follow each other have the same.
         """
-        again, begun = replace(self.first, name=_RECOVERY), len(self.runs)
+        again, begun, alone = replace(self.first, name=_RECOVERY), len(self.runs), self.reference is None
         for _ in range(3):
-            if not self._pass(again):
-                self.left_out.pop()
-            elif len(self.runs) > 1:
-                off = error_of(self.runs.pop(), "all")
-                noise = max((error_of(run, "all") for run in self.runs if run["name"] == "repeat"), default=0.0)
-                if off <= max(self.tolerance, 3 * noise):
-                    del self.runs[begun:]
-                    return
+            if alone:
+                self.reference = None
+            done = [self._pass(again) for _ in range(2 if alone else 1)]
+            off = error_of(self.runs[-1], "all") if all(done) else math.inf
+            noise = max((error_of(run, "all") for run in self.runs[:begun] if run["name"] == "repeat"), default=0.0)
+            del self.runs[begun:], self.left_out[len(self.left_out) - done.count(False) :]
+            if off <= max(self.tolerance, 3 * noise):
+                return
         raise EngineFailed(f"audit of step {self.step}: {text}")
 
     def _found(self, output: dict[str, Any], observer: Observer) -> tuple[Comparison, Comparison, int, Any]:

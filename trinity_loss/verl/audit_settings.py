@@ -29,7 +29,7 @@ class AuditSettings:
         if not policy_loss.audit_steps:
             return None
         steps = frozenset(map(int, policy_loss.audit_steps))
-        return cls(steps, Path(str(policy_loss.audit_dir)), tuple(policy_loss.audit_cuts))
+        return cls(steps, Path(str(policy_loss.audit_dir)).expanduser(), tuple(policy_loss.audit_cuts))
 
     def notices(self, first: int, last: int) -> list[str]:
         """What will not happen, a sentence each; makes the folder.

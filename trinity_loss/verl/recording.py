@@ -36,7 +36,7 @@ class RunRecording:
         if not policy_loss.record_steps or policy_loss.record_dir is None:
             return None
         max_bytes = int(policy_loss.record_max_megabytes * 2**20)
-        return cls(policy_loss.record_steps, Path(policy_loss.record_dir), max_bytes)
+        return cls(policy_loss.record_steps, Path(policy_loss.record_dir).expanduser(), max_bytes)
 
     @contextmanager
     def around(

@@ -40,6 +40,7 @@ class BatchSpec:
         seed: Of lengths, tokens and advantages.
         teacher: Tokens of which a teacher tells the log-prob at each place: 0 is no teacher, 1 the token that stands
             there, more are its most likely ones.
+        taught_alone: Whether the engine makes no log-probs, since nothing but the teacher's most likely tokens counts.
     """
 
     rows: int = 8
@@ -49,6 +50,7 @@ class BatchSpec:
     rows_per_prompt: int = 3
     seed: int = 0
     teacher: int = 0
+    taught_alone: bool = False
 
 
 @dataclass(frozen=True)

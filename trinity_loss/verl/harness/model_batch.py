@@ -94,7 +94,7 @@ def make_batch(spec: BatchSpec) -> TensorDict:
     if spec.teacher:
         for name, values in teacher_fields(spec, batch.input_ids).items():
             data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=data["input_ids"].offsets())
-        tu.assign_non_tensor(data, distillation_use_topk=spec.teacher > 1, distillation_only=False)
+        tu.assign_non_tensor(data, distillation_use_topk=spec.teacher > 1, distillation_only=spec.taught_alone)
     tu.assign_non_tensor(
         data,
         temperature=1.0,
