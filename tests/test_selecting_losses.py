@@ -283,6 +283,18 @@ def test_the_worker_attaches_what_one_batch_would_choose(name):
         assert_same(got, wanted)
 
 
+def test_the_entropy_that_chose_is_not_needed_again():
+    """The forward pass computes it, whether the engine does in training (``calculate_entropy``) or not."""
+    config, data = CONFIGS["entropy"], as_trainers_send_it()
+    attach_selection(data, TrinityPolicyLoss(config), infer, None, at_step(1))
+    leaf = FIELDS["log_probs"].clone().requires_grad_()
+    fields = {name: padded(FIELDS[name]) for name in ("old_log_probs", "advantages")}
+    fields |= {"response_mask": padded(MASK), "high_entropy_tokens": padded(data["high_entropy_tokens"].values())}
+    loss, _ = TrinityPolicyLoss(config)(model_output={"log_probs": padded(leaf)}, data=fields)
+    loss.backward()
+    assert_same((loss.item(), leaf.grad), compute(config))
+
+
 def test_a_draw_belongs_to_row_place_step_and_seed():
     config = CONFIGS["clip_cov"]
 

@@ -124,9 +124,9 @@ class TrinityPolicyLoss:
         batch = read_micro_batch(
             model_output, data, outputs=outputs, beside=beside, count_padding_rows=config.count_padding_rows
         )
-        asking = [
-            name for name, off in (("entropy_coeff", 0), ("top_entropy_quantile", 1)) if getattr(config, name) != off
-        ]
+        asking = ["entropy_coeff"] if config.entropy_coeff else []
+        if config.top_entropy_quantile < 1 and not all(batch.has(name) for name in self.over_mini_batch):
+            asking.append("top_entropy_quantile")
         if "entropy" not in batch.sources and asking:
             raise MissingFieldError(
                 f"{asking[0]} is {getattr(config, asking[0])}, but the model output has no 'entropy'; "
