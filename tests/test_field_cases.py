@@ -927,7 +927,7 @@ def test_38_one_that_does_so_later_is_refused_then(layout):
 def test_every_loss_mode_is_in_the_oracle():
     """A loss mode that the oracle does not know is a loss mode without a test."""
     known = {name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("trinity_loss.")}
-    assert known == set(POLICY_LOSSES) | OF_THE_MINI_BATCH | {"dpo", "bypass_mode"}
+    assert known == set(POLICY_LOSSES) | OF_THE_MINI_BATCH | {"dpo", "bypass_mode", "mix", "mix_chord"}
 
 
 def test_every_mode_is_in_the_oracle():

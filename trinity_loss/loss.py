@@ -30,6 +30,7 @@ _TERMS = {
     "actor/entropy_loss": "entropy",
     "kl_loss": "kl",
     "actor/nll_on_positives": "nll",
+    "actor/expert_loss": "expert",
     "distillation/loss": "distillation",
 }
 _NO_GRAPH = {
@@ -132,6 +133,8 @@ class TrinityPolicyLoss:
                 f"{asking[0]} is {getattr(config, asking[0])}, but the model output has no 'entropy'; "
                 "actor_rollout_ref.actor.calculate_entropy=True makes the engine return it"
             )
+        if config.policy_loss.mixture is not None:
+            batch = batch.with_expert_rows()
         for count, mode in self._groups.items():
             batch = self._with_groups(batch, count, mode)
         names = self._token_losses.fields(batch)

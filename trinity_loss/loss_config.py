@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+import trinity_loss.mixtures
 import trinity_loss.policy
 import trinity_loss.rollout_correction
-import trinity_loss.selecting_losses  # noqa: F401  (all three register their losses)
+import trinity_loss.selecting_losses  # noqa: F401  (all four register their losses)
 from trinity_loss.aggregation import AggregationMode, PositiveTokenMean, has_scale_factor, make_aggregation_mode
 from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
+from trinity_loss.mixtures import split_mode
 from trinity_loss.registry import OverMiniBatch, PolicyLoss, get_policy_loss
 from trinity_loss.rules import (
     BOOLEAN,
@@ -271,7 +273,7 @@ class LossConfig:
 
     @property
     def aggregation_modes(self) -> dict[str, AggregationMode]:
-        """Mode of each term: ``pg``, ``entropy``, ``kl`` and, where they are there, ``nll``, ``distillation``."""
+        """Mode of each term: ``pg``, ``entropy``, ``kl`` and, where they are there, those of further terms."""
         names = {
             "pg": self.loss_agg_mode,
             "entropy": self.entropy_agg_mode or self.loss_agg_mode,
@@ -282,6 +284,8 @@ class LossConfig:
         if self.distillation is not None:
             names["distillation"] = self.loss_agg_mode
         modes = {term: self._make_mode(name) for term, name in names.items()}
+        if self.policy_loss.mixture is not None:
+            modes |= split_mode(names["pg"], modes["pg"])
         if self.nll_on_positives:
             modes["nll"] = PositiveTokenMean()
         return modes if self.policy_loss.mode is None else modes | {"pg": self.policy_loss.mode}

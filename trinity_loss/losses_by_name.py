@@ -18,7 +18,8 @@ from trinity_loss.import_path import find_at
 from trinity_loss.invariance.contracts import CONTRACTS, Contract, Played, contract_of
 from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.loss import EnginePolicyLoss
-from trinity_loss.registry import policy_loss_names
+from trinity_loss.mixtures import can_be_split
+from trinity_loss.registry import get_policy_loss, policy_loss_names
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -116,6 +117,8 @@ def bind_loss(
 
 
 def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -> Iterator[Maker]:
+    if family == "ours" and get_policy_loss(loss_mode).mixture is not None and not can_be_split(mode):
+        return
     scales: list[float | None] = [None]
     if family in ("ours", "verl") and has_scale_factor(mode):
         # verl alone does without a divisor, and then takes the padded width.

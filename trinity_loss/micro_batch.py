@@ -26,7 +26,7 @@ from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
 from trinity_loss.placement import Source, place_nested, place_padded
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens, computing_dtype
-from trinity_loss.totals import Rows, Totals, read_totals
+from trinity_loss.totals import EXPERT_MASK, Rows, Totals, expert_rows, read_totals
 
 #: How to make verl send a field that is missing.
 _SWITCHES = {
@@ -57,6 +57,7 @@ class MicroBatch:
         faults: What may contradict itself in it.
         values: What :meth:`load` read, [N] by name, without a graph, 0 at uncounted tokens.
         total: The sum of all these values, 0-d: not finite if one of them is not.
+        expert: Which sequences are an expert's, bool [S]; None where nobody asked.
         row_weights: What multiplies the token losses of every term [N], 0 at uncounted tokens; None: nothing does.
     """
 
@@ -69,6 +70,7 @@ class MicroBatch:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
     row_weights: Tensor | None = None
+    expert: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +87,18 @@ class MicroBatch:
         table = torch.stack([values.to(self.dtype) for values in raw.values()]).masked_fill_(~self.tokens.mask, 0)
         faults = (*self.faults, *map(self._unequal, filter(self._is_jagged_field, names)))
         return replace(self, values=dict(zip(raw, table.unbind(), strict=True)), total=table.sum(), faults=faults)
+
+    def with_expert_rows(self) -> MicroBatch:
+        """The same micro-batch that knows its :attr:`expert` rows.
+
+        Raises:
+            MissingFieldError: Nothing tells them.
+            FieldShapeError: What tells them does not have one value per row, or per token of packed rows.
+        """
+        expert = expert_rows(self.tokens, self.data)
+        if expert is None:
+            raise _missing(EXPERT_MASK, self.data, "expected one value per row, 1 where it is an expert's")
+        return replace(self, expert=expert)
 
     def weighted_by(self, name: str) -> MicroBatch:
         """The same micro-batch with a field as its :attr:`row_weights`, given per token or one for each sequence.

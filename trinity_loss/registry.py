@@ -111,6 +111,23 @@ class OverMiniBatch:
 
 
 @dataclass(frozen=True)
+class ExpertPart:
+    """What a loss makes of an expert's rows, which the field ``expert_mask`` marks; it takes the other rows itself.
+
+    The whole is (1 - µ) × the aggregate of the usual rows + µ × that of the expert's, each over its own count.
+
+    Attributes:
+        expert: The loss of the expert's rows, given the :class:`PolicyInputs` and all arguments of the loss.
+        weight: µ, given the arguments and the training step.
+        needs_step: Whether µ depends on the step, given the arguments.
+    """
+
+    expert: Callable[[PolicyInputs, Mapping[str, Any]], TokenLoss]
+    weight: Callable[[Mapping[str, Any], int], float]
+    needs_step: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
     """A registered loss.
 
@@ -127,6 +144,7 @@ class PolicyLoss:
         arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
             where one must be given).
         over_mini_batch: Fields that are made of the whole mini-batch before it is trained on, by name.
+        mixture: What it makes of an expert's rows; None: it tells none apart.
     """
 
     fn: PolicyLossFn
@@ -140,6 +158,7 @@ class PolicyLoss:
     agg_mode: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     over_mini_batch: Mapping[str, OverMiniBatch] = field(default_factory=dict)
+    mixture: ExpertPart | None = None
 
     def check_arguments(self, loss_mode: str, given: Mapping[str, Any]) -> None:
         """Raises :class:`ConfigError` where ``loss_args`` has unknown names, lacks one or breaks a rule."""
@@ -246,6 +265,7 @@ def register_policy_loss(
     mode: AggregationMode | None = None,
     over_mini_batch: Mapping[str, OverMiniBatch] | None = None,
     agg_mode: str | None = None,
+    mixture: ExpertPart | None = None,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
 
@@ -263,6 +283,7 @@ def register_policy_loss(
         mode: Its own aggregation, for a loss that is not one value per token.
         over_mini_batch: Fields that are made of the whole mini-batch, by name, such as which tokens it selects.
         agg_mode: Name of the aggregation mode that is part of the loss.
+        mixture: What it makes of an expert's rows.
 
     Raises:
         ConfigError: A name is taken.
@@ -289,6 +310,7 @@ def register_policy_loss(
             arguments=_keyword_arguments(fn, names[0]),
             over_mini_batch=over_mini_batch or {},
             agg_mode=agg_mode,
+            mixture=mixture,
         )
         for name in names:
             if name in _LOSSES:

@@ -12,13 +12,15 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import differentiate
 from trinity_loss.distillation import OUTPUTS, TEACHER, TOP_K_OUTPUTS, distillation_loss, overlap
+from trinity_loss.errors import MissingFieldError
 from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.kl import kl_penalty, unbiased_kl
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import MicroBatch
 from trinity_loss.policy import off_policy_weights
-from trinity_loss.registry import PolicyInputs, TokenLoss
+from trinity_loss.registry import ExpertPart, PolicyInputs, TokenLoss
+from trinity_loss.row_values import get_value
 from trinity_loss.selecting_losses import high_entropy_tokens
 from trinity_loss.selection import Ranks
 from trinity_loss.tokens import ResponseTokens
@@ -75,6 +77,7 @@ class TokenLosses:
         self.modes = config.aggregation_modes
         self._policy_loss = config.policy_loss
         self._policy_arguments = config.policy_arguments
+        self._all_arguments = {**self._policy_loss.arguments, **self._policy_arguments}
         teacher = config.distillation
         #: Whether there is more than distillation, and whether it trains or only reports.
         self._has_policy = teacher is None or teacher.needs_policy_loss
@@ -121,8 +124,9 @@ class TokenLosses:
         """These fields [N] for a rank's rows of the mini-batch, whose other fields are loaded."""
         loss, values = self._policy_loss, batch.values
         inputs = PolicyInputs(batch.tokens, values["log_probs"], {name: values[name] for name in loss.fields})
-        arguments = {**loss.arguments, **self._policy_arguments}
-        fields = {name: of.make(inputs, numbers, ranks, arguments) for name, of in self._over_mini_batch.items()}
+        fields = {
+            name: of.make(inputs, numbers, ranks, self._all_arguments) for name, of in self._over_mini_batch.items()
+        }
         share = self.config.top_entropy_quantile
         if share < 1:
             fields[_HIGH_ENTROPY] = high_entropy_tokens(inputs, values["entropy"], numbers, ranks, share)
@@ -136,6 +140,8 @@ class TokenLosses:
         config, tokens, values = self.config, batch.tokens, batch.values
         if self._has_policy:
             yield self._policy_term(batch, metrics)
+            if self._policy_loss.mixture is not None:
+                yield self._expert_term(batch, self._policy_loss.mixture, metrics)
         if config.distillation is not None:
             yield self._distillation_term(batch, metrics)
         if not self._has_policy:
@@ -161,6 +167,8 @@ class TokenLosses:
 
     def _policy_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
         loss, tokens = self._policy_loss, batch.tokens
+        if batch.expert is not None:
+            tokens = tokens.restrict_sequences(~batch.expert)
         fields = {name: batch.values[name] for name in (*loss.fields, *self._over_mini_batch)}
         weights = batch.values.get("rollout_is_weights")
         factor = None if loss.weighs_itself else weights
@@ -191,7 +199,32 @@ class TokenLosses:
             tokens = tokens.reject(result.kept == 0)
         self._add_policy_metrics(tokens, batch.dtype, result, metrics)
         weight = 1.0 if self._policy_trains else 0.0
+        if loss.mixture is not None:
+            mu = metrics.constants["actor/mu"] = loss.mixture.weight(self._all_arguments, self._step(batch))
+            weight *= 1 - mu
         return Term("actor/pg_loss", weight, self.modes["pg"], tokens, losses, "log_probs", derivative)
+
+    def _expert_term(self, batch: MicroBatch, mixture: ExpertPart, metrics: MetricSet) -> Term:
+        assert batch.expert is not None
+        tokens = batch.tokens.restrict_sequences(batch.expert)
+        fields = {name: batch.values[name] for name in self._policy_loss.fields}
+        result = mixture.expert(PolicyInputs(tokens, batch.values["log_probs"], fields), self._all_arguments)
+        assert result.derivative is not None
+        weight, mode = metrics.constants["actor/mu"] if self._policy_trains else 0.0, self.modes["expert"]
+        return Term("actor/expert_loss", weight, mode, tokens, result.values, "log_probs", result.derivative)
+
+    def _step(self, batch: MicroBatch) -> int:
+        """The training step, where the loss depends on it; else 0."""
+        mixture = self._policy_loss.mixture
+        if mixture is None or not mixture.needs_step(self._all_arguments):
+            return 0
+        step = get_value(batch.data, "step")
+        if step is None:
+            raise MissingFieldError(
+                f"the micro-batch has no 'step', which loss_mode {self.config.loss_mode!r} weighs an expert's rows by; "
+                "trinity_loss.verl.PolicyLossConfig attaches it"
+            )
+        return int(step.max() if isinstance(step, Tensor) else step)
 
     def _distillation_term(self, batch: MicroBatch, metrics: MetricSet) -> Term:
         teacher, tokens, values = self.config.distillation, batch.tokens, batch.values
@@ -217,6 +250,8 @@ class TokenLosses:
         else:
             weights, count = mode.token_weights(tokens, dtype), mode.local_count(tokens)
         total = VALID_TOKENS if mode is None else mode.total
+        if self._policy_loss.mixture is not None:
+            total = "batch_num_usual_tokens"
         _add_means(metrics, result.means, tokens, weights, count, total)
         _add_extremes(metrics, result, tokens)
         if result.add_metrics is not None:

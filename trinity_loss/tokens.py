@@ -295,6 +295,11 @@ class ResponseTokens:
         before = self.denominator_mask
         return replace(self, mask=self.mask & where, denominator_mask=None if before is None else before & where)
 
+    def restrict_sequences(self, where: Tensor) -> ResponseTokens:
+        """The same tokens, of whose sequences only those where ``where`` bool [S] holds count, in a denominator too."""
+        exists = where if self.exists is None else self.exists & where
+        return replace(self.restrict(self.per_token(where)), exists=exists)
+
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sums values [N] over each sequence, [S]; differentiable. Uncounted tokens are summed like others.
 

@@ -27,6 +27,8 @@ from trinity_loss.jagged import is_jagged, jagged_parts
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens
 
+#: The field that marks an expert's rows.
+EXPERT_MASK = "expert_mask"
 #: What metrics are averaged over: the tokens that count, after rejection.
 VALID_TOKENS = "batch_num_valid_tokens"
 
@@ -165,6 +167,46 @@ def _num_positive_tokens(rows: Rows) -> Tensor:
     return ((values > 0) & tokens.mask).count_nonzero()
 
 
+def expert_rows(tokens: ResponseTokens, data: MicroBatchData) -> Tensor | None:
+    """Which sequences are an expert's, bool [S], by the field :data:`EXPERT_MASK`; None where it is missing.
+
+    Raises:
+        FieldShapeError: It does not have one value per row, or per token of packed rows.
+    """
+    value = get_value(data, EXPERT_MASK)
+    if value is None:
+        return None
+    packed = tokens.offsets is None
+    expected = tokens.size if packed else tokens.num_slots
+    if not isinstance(value, Tensor):
+        value = torch.tensor(row_values(data, EXPERT_MASK, expected))
+    if value.numel() != expected or value.is_complex():
+        raise FieldShapeError(
+            f"{EXPERT_MASK} has shape {list(value.shape)}; expected one value, 0 or 1, per "
+            f"{'token' if packed else 'row'}, {expected} in all"
+        )
+    flags = value.reshape(-1).to(tokens.mask.device) != 0
+    if packed:
+        return torch.zeros(tokens.num_slots, dtype=torch.bool, device=flags.device).scatter_(0, tokens.sequence, flags)
+    return flags
+
+
+def _counts_of_rows(kind: Literal["usual", "expert"]) -> list[Count]:
+    """The counts of one kind of rows; where nothing marks an expert's, all are usual."""
+
+    def of(rows: Rows) -> ResponseTokens:
+        tokens, flags = rows.tokens, expert_rows(rows.tokens, rows.data)
+        if flags is None:
+            flags = torch.zeros(tokens.num_slots, dtype=torch.bool, device=tokens.mask.device)
+        return tokens.restrict_sequences(flags if kind == "expert" else ~flags)
+
+    return [
+        Count(f"batch_num_{kind}_tokens", "worker", lambda rows: of(rows).num_tokens),
+        Count(f"batch_num_{kind}_rows", "worker", lambda rows: of(rows).num_sequences),
+        Count(f"batch_num_{kind}_nonempty_rows", "worker", lambda rows: of(rows).num_nonempty_sequences),
+    ]
+
+
 def _num_loss_tokens(rows: Rows) -> Tensor:
     return rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens
 
@@ -195,27 +237,27 @@ def trajectory_keys(rows: Rows) -> Sequence[Hashable]:
     return list(zip(uids, sessions, strict=True))
 
 
-_COUNTS: dict[str, Count | PairCount | GroupCount] = {
-    count.name: count
-    for count in (
-        Count("batch_num_tokens", "engine", _num_loss_tokens),
-        Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
-        PairCount(),
-        Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),
-        Count("batch_num_positive_tokens", "worker", _num_positive_tokens),
-        Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
-        Count("batch_num_real_sequences", "worker", lambda rows: rows.tokens.num_sequences - sum(rows.synthetic)),
-        GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
-        GroupCount(
-            "batch_num_trajectories",
-            "trajectory_num_tokens",
-            "trajectory_ids",
-            trajectory_keys,
-            told_by=("trajectory_ids", "session_id"),
-            exact=True,
-        ),
-    )
-}
+_BUILT_IN: tuple[Count | PairCount | GroupCount, ...] = (
+    Count("batch_num_tokens", "engine", _num_loss_tokens),
+    Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
+    PairCount(),
+    Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),
+    Count("batch_num_positive_tokens", "worker", _num_positive_tokens),
+    Count("batch_num_nonempty_sequences", "worker", lambda rows: rows.tokens.num_nonempty_sequences),
+    Count("batch_num_real_sequences", "worker", lambda rows: rows.tokens.num_sequences - sum(rows.synthetic)),
+    *_counts_of_rows("usual"),
+    *_counts_of_rows("expert"),
+    GroupCount("batch_num_prompts", "prompt_num_tokens", "prompt_ids", prompt_keys),
+    GroupCount(
+        "batch_num_trajectories",
+        "trajectory_num_tokens",
+        "trajectory_ids",
+        trajectory_keys,
+        told_by=("trajectory_ids", "session_id"),
+        exact=True,
+    ),
+)
+_COUNTS = {count.name: count for count in _BUILT_IN}
 
 
 def register_count(count: Count | GroupCount) -> None:

@@ -69,8 +69,11 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
             "rollout_log_probs": other_policy(0.3),
             "rollout_is_weights": 0.5 + uniform(tokens),
         },
-        # Sessions of one and of three rows.
-        sequence_fields={"session_id": torch.arange(sequences) % 4 // 3},
+        # Sessions of one and of three rows; an expert's rows of all lengths.
+        sequence_fields={
+            "session_id": torch.arange(sequences) % 4 // 3,
+            "expert_mask": torch.rand(sequences, generator=draw) < 0.3,
+        },
         uids=[f"prompt-{i // 4}" for i in range(sequences)],
     )
 

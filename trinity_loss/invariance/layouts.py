@@ -14,6 +14,7 @@ from torch import Tensor
 from trinity_loss.distillation import OUTPUTS, TEACHER
 from trinity_loss.invariance.cuts import Layout
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.totals import EXPERT_MASK
 
 #: What stands where the model predicts no response token: in reach of a loss that looks one place aside.
 _ELSEWHERE = -3.0
@@ -274,6 +275,11 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     places = torch.full(shape, batch.num_tokens)
     segments, groups = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name in batch.counts_per_sequence}
+    spread = {
+        name: torch.zeros(shape, dtype=values.dtype)
+        for name, values in batch.sequence_fields.items()
+        if name == EXPERT_MASK
+    }
     names = sorted(set(batch.uids)) if batch.uids is not None else []
     for row, pack in enumerate(packs):
         column = 0
@@ -283,7 +289,9 @@ def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
             segments[row, here] = segment
             for name, values in batch.counts_per_sequence.items():
                 counts[name][row, here] = values[i]
+            for name, of_rows in spread.items():
+                of_rows[row, here] = batch.sequence_fields[name][i]
             groups[row, here] = 1 + (names.index(batch.uids[i]) if batch.uids is not None else i)
             column = here.stop
-    fields = {"segment_ids": segments, "prompt_ids": groups, **counts}
+    fields = {"segment_ids": segments, "prompt_ids": groups, **counts, **spread}
     return fields, Layer(places), Layer(places)

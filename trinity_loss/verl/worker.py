@@ -200,6 +200,13 @@ class TrinityWorkerMixin:
         group_size = max(mode.group_size for mode in config.aggregation_modes.values())
         return audit(self, data, self.auditing, self.steps.step, group_size)
 
+    def tell_step(self, data: TensorDict, config: LossConfig) -> None:
+        """Attaches the training step, as verl logs it, where the loss depends on it and nobody said it."""
+        mixture = config.policy_loss.mixture
+        arguments = {**config.policy_loss.arguments, **config.policy_arguments}
+        if mixture is not None and mixture.needs_step(arguments) and "step" not in data:
+            tu.assign_non_tensor(data, step=self.steps.step)
+
     def select(self, data: TensorDict, config: LossConfig) -> None:
         """Chooses among the tokens of the mini-batch, over the ranks, where the loss asks for it."""
         loss = TrinityPolicyLoss(config)
@@ -260,6 +267,7 @@ def make_training_worker(base: type[Any]) -> type[Any]:
             if config is None:
                 return super().train_batch(data)
             self.count(data, config)
+            self.tell_step(data, config)
             self.select(data, config)
             audited = self.audit(data, config)
             with self.recorded(config):
