@@ -1,6 +1,7 @@
 """``mix`` and ``mix_chord``: usual rows and an expert's, each over its own count of the mini-batch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from oracle import MODES, evaluate
 from ours import OF_GROUPS, in_mode
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
-from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
+from trinity_loss.errors import ConfigError, FieldShapeError, FieldValueError, MissingFieldError, TotalsError
 from trinity_loss.metric_set import finish_metrics
 from trinity_loss.mixtures import scheduled_weight
 
@@ -51,18 +52,31 @@ class Marking:
         return self.loss(model_output=model_output, data={**data, **fields}, dp_group=dp_group)
 
 
-def counts(samples, expert):
-    """What the training worker counts of both kinds of rows."""
+def counts(samples, expert, before=None):
+    """What the training worker counts of both kinds of rows; ``before`` are the samples before tokens were rejected."""
     totals = []
     for kind in ("usual", "expert"):
-        rows = [s for s, flag in zip(samples, expert, strict=True) if flag == (kind == "expert")]
-        totals += [(f"batch_num_{kind}_tokens", sum(s.tokens for s in rows)), (f"batch_num_{kind}_rows", len(rows))]
-        totals.append((f"batch_num_{kind}_nonempty_rows", sum(s.tokens > 0 for s in rows)))
+        which = [i for i, flag in enumerate(expert) if flag == (kind == "expert")]
+        rows = [samples[i] for i in which]
+        found = {
+            "tokens": sum((before or samples)[i].tokens for i in which),
+            "valid_tokens": sum(s.tokens for s in rows),
+            "rows": len(rows),
+            "nonempty_rows": sum(s.tokens > 0 for s in rows),
+            "real_rows": sum(not s.uid.startswith("pad") for s in rows),
+        }
+        totals += [(f"batch_num_{kind}_{what}", number) for what, number in found.items()]
     return tuple(totals)
 
 
 def oracle(samples, expert, name, mode, **settings):
     """(1 - µ) × the usual rows as a mini-batch of their own + µ × the expert's as one."""
+    both, gradient, metrics = parts_of_oracle(samples, expert, name, mode, **settings)
+    return sum(both), gradient, metrics
+
+
+def parts_of_oracle(samples, expert, name, mode, **settings):
+    """Each part of the loss with its weight, the gradient of both, and the metrics."""
     _, _, mu, expert_loss = LOSSES[name]
     usual_rows, expert_rows = (
         [s for s, e in zip(samples, expert, strict=True) if e == which] for which in (False, True)
@@ -77,7 +91,7 @@ def oracle(samples, expert, name, mode, **settings):
     gradient = [[weights[e] * x for x in next(gradients[e])] for e in map(int, expert)]
     metrics = {"actor/pg_loss": usual.metrics["actor/pg_loss"], "actor/expert_loss": theirs.metrics["actor/pg_loss"]}
     metrics |= {key: usual.metrics[key] for key in ("actor/ppo_kl", "actor/pg_clipfrac")}
-    return (1 - mu) * usual.loss + mu * theirs.loss, gradient, metrics | {"actor/mu": mu}
+    return ((1 - mu) * usual.loss, mu * theirs.loss), gradient, metrics | {"actor/mu": mu}
 
 
 def agree(got, expected, samples, tolerance=1e-10):
@@ -102,6 +116,7 @@ def test_on_cuts(name, mode):
     expected = oracle(SAMPLES, EXPERT, name, mode)
     loss = Marking(EnginePolicyLoss(config(name, mode)))
     totals = counts(SAMPLES, EXPERT)
+    assert len(SAMPLES) == 13
     for i, (micro, ranks, how) in enumerate(((1, 1, "even"), (13, 1, "even"), (2, 2, "uneven"))):
         layout = LAYOUTS[(i + MODES.index(mode)) % 3]
         got = run(loss, cut(SAMPLES, micro, ranks, how), layout, counts=True, totals=totals)
@@ -115,6 +130,41 @@ def test_empty_rows_that_do_not_count():
     loss = Marking(EnginePolicyLoss(config("mix", "seq-mean-token-mean", count_empty_sequences=False)))
     got = run(loss, cut(SAMPLES, 3, 2), "nested", counts=True, totals=counts(SAMPLES, EXPERT))
     agree(got, expected, SAMPLES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_tokens_rejected_before_the_loss(mode, layout):
+    """A token mean divides by the tokens of each kind before rejection, or by those that are left."""
+    left = tuple(replace(s, mask=(0, *s.mask[1:])) if i % 4 else s for i, s in enumerate(SAMPLES))
+    parts, totals = cut(left, 3, 2, "uneven"), counts(left, EXPERT, SAMPLES)
+    before, after = dict(counts(SAMPLES, EXPERT)), dict(totals)
+    for counted in (True, False):
+        (usual, theirs), gradient, metrics = parts_of_oracle(left, EXPERT, "mix", mode)
+        shares = [
+            after[f"batch_num_{kind}_valid_tokens"] / before[f"batch_num_{kind}_tokens"]
+            if counted and mode == "token-mean"
+            else 1.0
+            for kind in ("usual", "expert")
+        ]
+        gradient = [[shares[e] * x for x in row] for e, row in zip(map(int, EXPERT), gradient, strict=True)]
+        metrics["actor/pg_loss"] *= shares[0]
+        metrics["actor/expert_loss"] *= shares[1]
+        loss = Marking(EnginePolicyLoss(config("mix", mode, count_rejected_tokens=counted)), left)
+        got = run(loss, parts, layout, counts=True, totals=totals)
+        agree(got, (shares[0] * usual + shares[1] * theirs, gradient, metrics), left)
+
+
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+def test_synthetic_rows_that_do_not_count(layout):
+    """verl's v1 trainer copies a row to make a batch divisible, an expert's too."""
+    added = tuple(sequence(1 + k, mask=[0] * (1 + k), uid=f"pad-{k}", advantages=9.0 + k) for k in range(5))
+    samples, expert = (*SAMPLES, *added), [*EXPERT, False, True, True, False, True]
+    expected = oracle(SAMPLES, EXPERT, "mix", "seq-mean-token-mean")[0]
+    assert oracle(samples, expert, "mix", "seq-mean-token-mean")[0] != pytest.approx(expected, rel=1e-3)
+    loss = EnginePolicyLoss(config("mix", "seq-mean-token-mean", count_padding_rows=False))
+    got = run(Marking(loss, samples, expert), cut(samples, 4, 2), layout, counts=True, totals=counts(samples, expert))
+    assert got.loss == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -198,11 +248,20 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="takes"):
         LossConfig(loss_mode="mix_chord", loss_args={"mu": 0.5})
     loss = EnginePolicyLoss(config("chord"))
-    with pytest.raises(MissingFieldError, match="no 'expert_mask', expected one value per row"):
+    with pytest.raises(MissingFieldError, match="no 'expert_mask', expected one number per row"):
         run(loss, cut(SAMPLES), "nested")
     with pytest.raises(MissingFieldError, match=r"no 'step'.*attaches it"):
         run(Marking(loss, step=None), cut(SAMPLES), "nested", totals=counts(SAMPLES, EXPERT))
     with pytest.raises(FieldShapeError, match="expert_mask has shape"):
         run(Marking(loss, form=lambda flags: flags[:-1]), cut(SAMPLES), "nested")
+    with pytest.raises(
+        FieldShapeError, match="expert_mask has entries that are no numbers; expected one number, 0 or 1"
+    ):
+        run(Marking(loss, form=lambda flags: ["expert" if flag else "usual" for flag in flags]), cut(SAMPLES), "nested")
+    for wrong in (0.5, math.nan, -1, 2):
+        with pytest.raises(FieldValueError, match="expert_mask holds a number that is neither 0 nor 1"):
+            run(Marking(loss, form=lambda flags: flags * wrong), cut(SAMPLES), "nested")  # noqa: B023
+    with pytest.raises(FieldValueError, match="expert_mask differs within a packed segment"):
+        run(Marking(loss, form=lambda flags: flags * (torch.arange(flags.shape[1]) % 2)), cut(SAMPLES), "packed")
     with pytest.raises(TotalsError, match="batch_num_usual_tokens is missing"):
         run(Marking(loss), cut(SAMPLES, 1, 2), "nested")

@@ -66,6 +66,32 @@ def test_weights_of_rows_are_kept(tmp_path):
     assert report.rows[0].loss.value == pytest.approx(sum(losses) / 2, rel=1e-10)
 
 
+@pytest.mark.parametrize("layout", ["nested", "padded"])
+def test_what_marks_an_experts_rows_is_kept_and_the_step(layout, tmp_path):
+    arguments = {"mu_warmup_steps": 4, "mu_peak": 0.5}
+    config = LossConfig(loss_mode="mix_chord", loss_args=arguments, loss_agg_mode="seq-mean-token-mean")
+    log_probs, entropy = make_leaves(PARTS.samples)
+    samples = PARTS.samples
+    which = [i for i in range(len(samples)) if i % 3 == 1]
+    totals = []
+    for kind, rows in (("usual", [i for i in range(len(samples)) if i not in which]), ("expert", which)):
+        totals.append((f"batch_num_{kind}_rows", len(rows)))
+        totals.append((f"batch_num_{kind}_valid_tokens", sum(samples[i].tokens for i in rows)))
+    losses = []
+    for rank, micro_batches in enumerate(build(PARTS, Form(layout, counts=True, totals=tuple(totals)))):
+        recorder = Recorder(2**20, expert_rows=True)
+        for batch, rows in zip(micro_batches, PARTS.ranks[rank], strict=True):
+            batch.data["expert_mask"] = torch.tensor([float(row in which) for row in rows])
+            batch.data["step"] = 2
+            output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
+            recorder.add(output, batch.data)
+            losses.append(EnginePolicyLoss(config)(model_output=output, data=batch.data, dp_group=None)[0].item())
+        recorder.write(tmp_path, replace(FROM, rank=rank), config)
+    report = check_invariance(EnginePolicyLoss(config), batch=load_recording(tmp_path), micro_batches=(1, 3))
+    assert report.ok, str(report)
+    assert report.rows[0].loss.value == pytest.approx(sum(losses) / 2, rel=1e-10)
+
+
 def test_the_configuration_is_saved(tmp_path):
     record(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())

@@ -161,6 +161,15 @@ def test_the_worker_counts_prompts(settings, prompts):
     assert data["prompt_num_tokens"].tolist() == [4, 0, 2, 4]
 
 
+def test_the_worker_counts_an_experts_rows_where_the_loss_asks():
+    """What stands under that name for another loss is nobody's concern."""
+    data = rows(3, 0, 2, 1, uid=["a", "b", "pad-1", "a"], loss_mask=torch.ones(4, 3), expert_mask=[1, 1, 0, 0])
+    found = counted(data, LossConfig(loss_mode="mix"))
+    kinds = {kind: [found[f"batch_num_{kind}_{what}"] for what in WHAT] for kind in ("usual", "expert")}
+    assert kinds == {"usual": [6, 3, 2, 2, 1], "expert": [6, 3, 2, 1, 2]}
+    counted(rows(3, 0, 2, 1, expert_mask=torch.ones(4, 3)), LossConfig())
+
+
 def test_a_part_of_a_group_is_told_once():
     counting, config = Counting(), LossConfig(loss_agg_mode="prompt-mean")
     counting.begin(rows(1, 1, 1, uid=["a", "a", "b"]), config, None)
@@ -218,9 +227,11 @@ def on_ranks(tmp_path, monkeypatch):
     return run
 
 
+WHAT = ("tokens", "valid_tokens", "rows", "nonempty_rows", "real_rows")
 TRAJECTORIES = {"loss_agg_mode": "trajectory-mean"}
 SESSION = {"session_id": torch.tensor([0, 1])}
 WEIGHTS = {"loss_weight": torch.ones(2)}
+EXPERT = {"expert_mask": torch.tensor([True, False])}
 REFUSED = {
     "a session without a uid": (TRAJECTORIES, SESSION | {"uid": NonTensorStack("a", "b")}, SESSION, "no 'uid'"),
     "too few sessions": (
@@ -241,6 +252,24 @@ REFUSED = {
         WEIGHTS,
         {"loss_weight": torch.full((2, 1), torch.inf)},
         "loss_weight has a weight that is negative or not finite",
+    ),
+    "no mark of an expert's rows": (
+        {"loss_mode": "mix"},
+        EXPERT,
+        {},
+        "the micro-batch has no 'expert_mask', expected one",
+    ),
+    "a mark that is none": (
+        {"loss_mode": "mix_chord"},
+        EXPERT,
+        {"expert_mask": torch.tensor([0, 2])},
+        "expert_mask holds a number that is neither 0 nor 1",
+    ),
+    "marks of another number": (
+        {"loss_mode": "mix"},
+        EXPERT,
+        {"expert_mask": torch.zeros(2, 2)},
+        "expert_mask has shape [2, 2]; expected one number, 0 or 1, per row, 2 in all",
     ),
     "no weight": ({"row_weights": "loss_weight"}, WEIGHTS, {}, "row_weights is 'loss_weight', but the batch has no"),
 }

@@ -26,7 +26,7 @@ from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
 from trinity_loss.placement import Source, place_nested, place_padded
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens, computing_dtype
-from trinity_loss.totals import EXPERT_MASK, Rows, Totals, expert_rows, read_totals
+from trinity_loss.totals import EXPERT_MASK, Rows, Totals, expert_rows, expert_values, read_totals
 
 #: How to make verl send a field that is missing.
 _SWITCHES = {
@@ -93,12 +93,23 @@ class MicroBatch:
 
         Raises:
             MissingFieldError: Nothing tells them.
-            FieldShapeError: What tells them does not have one value per row, or per token of packed rows.
+            FieldShapeError: What tells them does not have one number per row, or per token of packed rows.
         """
-        expert = expert_rows(self.tokens, self.data)
-        if expert is None:
-            raise _missing(EXPERT_MASK, self.data, "expected one value per row, 1 where it is an expert's")
-        return replace(self, expert=expert)
+        tokens, values = self.tokens, expert_values(self.tokens, self.data)
+        if values is None:
+            raise _missing(
+                EXPERT_MASK, self.data, "expected one number per row, 1 where it is an expert's and 0 elsewhere"
+            )
+        strange, faults = (values != 0) & (values != 1), []
+        if tokens.offsets is None:
+            strange &= tokens.mask
+            error = FieldValueError(
+                f"{EXPERT_MASK} differs within a packed segment; expected one number for its tokens"
+            )
+            faults.append(Fault(tokens.differ_within(values), error))
+        error = FieldValueError(f"{EXPERT_MASK} holds a number that is neither 0 nor 1; expected 1 for an expert's row")
+        faults.append(Fault(strange.any(), error))
+        return replace(self, expert=expert_rows(tokens, self.data), faults=(*self.faults, *faults))
 
     def weighted_by(self, name: str) -> MicroBatch:
         """The same micro-batch with a field as its :attr:`row_weights`, given per token or one for each sequence.

@@ -26,9 +26,10 @@ _PART = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 #: What a total of all rows is called where it is one of some.
 _TOTALS = {
     "batch_num_tokens": "tokens",
-    "batch_num_valid_tokens": "tokens",
+    "batch_num_valid_tokens": "valid_tokens",
     "global_batch_size": "rows",
     "batch_num_nonempty_sequences": "nonempty_rows",
+    "batch_num_real_sequences": "real_rows",
 }
 
 
@@ -72,8 +73,8 @@ def split_mode(name: str, mode: AggregationMode) -> dict[str, AggregationMode]:
     """
     if not mode.is_linear or mode.total not in (None, *_TOTALS):
         raise ConfigError(
-            f"loss_agg_mode is {name!r}, which divides by {mode.total}; a loss that counts an expert's rows apart "
-            "takes the modes that divide by tokens or by sequences, synthetic ones included"
+            f"loss_agg_mode is {name!r}, which divides by {mode.total}; a loss_mode that counts an expert's rows apart "
+            "divides by tokens, by sequences or by nothing: expected token-mean, token-sum, constant or seq-mean-…"
         )
     return {"pg": OfRows(mode=mode, rows="usual"), "expert": OfRows(mode=mode, rows="expert")}
 

@@ -27,7 +27,7 @@ from trinity_loss.errors import BatchError, MissingFieldError
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch
 from trinity_loss.row_values import MicroBatchData, get_value
-from trinity_loss.totals import GroupCount, Rows, count_names, find_count, prompt_keys
+from trinity_loss.totals import EXPERT_MASK, GroupCount, Rows, count_names, find_count, prompt_keys
 
 #: Fields of a micro-batch that are recorded as tokens, where they are there.
 _TOKEN_FIELDS = ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights")
@@ -63,10 +63,11 @@ class Recorder:
     Args:
         max_bytes: A part larger than this is not kept.
         row_weights: A field that is kept beside those that every loss has, as a weight for each token; None: none.
+        expert_rows: Whether to keep which rows are an expert's, and the step that their weight may depend on.
     """
 
-    def __init__(self, max_bytes: int, row_weights: str | None = None) -> None:
-        self._max_bytes, self._row_weights = max_bytes, row_weights
+    def __init__(self, max_bytes: int, row_weights: str | None = None, expert_rows: bool = False) -> None:
+        self._max_bytes, self._row_weights, self._expert_rows = max_bytes, row_weights, expert_rows
         self._bytes = 0
         self._parts: list[dict[str, Any]] = []
 
@@ -79,6 +80,10 @@ class Recorder:
         if self._row_weights is not None:
             weights = batch.weighted_by(self._row_weights).row_weights
             part["token_fields"] |= _on_host({self._row_weights: weights})
+        if self._expert_rows:
+            part["sequence_fields"] |= _on_host({EXPERT_MASK: batch.with_expert_rows().expert})
+            step = get_value(batch.data, "step")
+            part["constants"] = {} if step is None else {"step": int(torch.as_tensor(step).max())}
         tensors = [*part.values(), *part["token_fields"].values()]
         self._bytes += sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
         # Past the limit nothing is held back in memory either; `write` says so.

@@ -251,7 +251,7 @@ class TokenLosses:
             weights, count = mode.token_weights(tokens, dtype), mode.local_count(tokens)
         total = VALID_TOKENS if mode is None else mode.total
         if self._policy_loss.mixture is not None:
-            total = "batch_num_usual_tokens"
+            total = "batch_num_usual_valid_tokens"
         _add_means(metrics, result.means, tokens, weights, count, total)
         _add_extremes(metrics, result, tokens)
         if result.add_metrics is not None:

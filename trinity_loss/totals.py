@@ -12,7 +12,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
@@ -39,17 +39,17 @@ class Rows:
 
     Attributes:
         tokens: The response tokens, a sequence per row.
-        data: Fields by name.
-        num_loss_tokens: Tokens of ``loss_mask`` where they are not those of ``response_mask``, int64 0-d.
+        data: Fields by name; ``loss_mask``, where it is there, lies as the response tokens do.
         count_empty_sequences: Whether a group without any token that counts is a group.
         count_padding_rows: Whether a group of synthetic rows is a group.
+        count_expert_rows: Whether an expert's rows are counted apart; else nothing reads what marks them.
     """
 
     tokens: ResponseTokens
     data: MicroBatchData
-    num_loss_tokens: Tensor | None = None
     count_empty_sequences: bool = True
     count_padding_rows: bool = True
+    count_expert_rows: bool = True
 
     def values(self, name: str) -> list[Any] | None:
         """One value per row, None if missing, see :func:`trinity_loss.row_values.row_values`."""
@@ -61,6 +61,23 @@ class Rows:
         if values is None:
             raise MissingFieldError(f"the mini-batch has no {name!r}, which tells its groups; expected one per row")
         return values
+
+    @cached_property
+    def loss_tokens(self) -> ResponseTokens:
+        """The tokens before rejection: those of ``loss_mask``, which an engine counts, where there is one.
+
+        Raises:
+            FieldShapeError: It does not lie as the response tokens do.
+        """
+        mask = get_value(self.data, "loss_mask")
+        if not isinstance(mask, Tensor):
+            return self.tokens
+        values = (jagged_parts(mask)[0] if is_jagged(mask) else mask).reshape(-1)
+        if values.shape != self.tokens.mask.shape:
+            raise FieldShapeError(
+                f"loss_mask holds {values.numel()} values; expected {self.tokens.size}, as response_mask"
+            )
+        return replace(self.tokens, mask=values != 0)
 
     @cached_property
     def name(self) -> str:
@@ -167,48 +184,58 @@ def _num_positive_tokens(rows: Rows) -> Tensor:
     return ((values > 0) & tokens.mask).count_nonzero()
 
 
-def expert_rows(tokens: ResponseTokens, data: MicroBatchData) -> Tensor | None:
-    """Which sequences are an expert's, bool [S], by the field :data:`EXPERT_MASK`; None where it is missing.
+def expert_values(tokens: ResponseTokens, data: MicroBatchData) -> Tensor | None:
+    """The field :data:`EXPERT_MASK`, which marks an expert's rows: [S], of packed rows [N]; None where it is missing.
 
     Raises:
-        FieldShapeError: It does not have one value per row, or per token of packed rows.
+        FieldShapeError: It does not have one number per row, or per token of packed rows.
     """
     value = get_value(data, EXPERT_MASK)
     if value is None:
         return None
     packed = tokens.offsets is None
-    expected = tokens.size if packed else tokens.num_slots
+    size, each = (tokens.size, "token") if packed else (tokens.num_slots, "row")
+    expected = f"expected one number, 0 or 1, per {each}, {size} in all"
     if not isinstance(value, Tensor):
-        value = torch.tensor(row_values(data, EXPERT_MASK, expected))
-    if value.numel() != expected or value.is_complex():
-        raise FieldShapeError(
-            f"{EXPERT_MASK} has shape {list(value.shape)}; expected one value, 0 or 1, per "
-            f"{'token' if packed else 'row'}, {expected} in all"
-        )
-    flags = value.reshape(-1).to(tokens.mask.device) != 0
-    if packed:
-        return torch.zeros(tokens.num_slots, dtype=torch.bool, device=flags.device).scatter_(0, tokens.sequence, flags)
-    return flags
+        numbers = row_values(data, EXPERT_MASK, size)
+        if not all(isinstance(number, Real) for number in numbers or ()):
+            raise FieldShapeError(f"{EXPERT_MASK} has entries that are no numbers; {expected}")
+        value = torch.tensor(numbers)
+    if value.is_nested or value.numel() != size or value.is_complex():
+        shape = "is jagged" if value.is_nested else f"has shape {list(value.shape)}"
+        raise FieldShapeError(f"{EXPERT_MASK} {shape}; {expected}")
+    return value.reshape(-1).to(tokens.mask.device)
+
+
+def expert_rows(tokens: ResponseTokens, data: MicroBatchData) -> Tensor | None:
+    """Which sequences are an expert's, bool [S]; None and errors as of :func:`expert_values`."""
+    values = expert_values(tokens, data)
+    if values is None or tokens.offsets is not None:
+        return None if values is None else values != 0
+    flags = torch.zeros(tokens.num_slots, dtype=torch.bool, device=values.device)
+    return flags.scatter_(0, tokens.sequence, values != 0)
 
 
 def _counts_of_rows(kind: Literal["usual", "expert"]) -> list[Count]:
     """The counts of one kind of rows; where nothing marks an expert's, all are usual."""
 
-    def of(rows: Rows) -> ResponseTokens:
-        tokens, flags = rows.tokens, expert_rows(rows.tokens, rows.data)
+    def of(tokens: ResponseTokens, rows: Rows) -> ResponseTokens:
+        flags = expert_rows(tokens, rows.data) if rows.count_expert_rows else None
         if flags is None:
             flags = torch.zeros(tokens.num_slots, dtype=torch.bool, device=tokens.mask.device)
         return tokens.restrict_sequences(flags if kind == "expert" else ~flags)
 
+    def real(rows: Rows) -> Tensor:
+        synthetic = torch.tensor(rows.synthetic, dtype=torch.bool, device=rows.tokens.mask.device)
+        return of(rows.tokens, rows).restrict_sequences(~synthetic).num_sequences
+
     return [
-        Count(f"batch_num_{kind}_tokens", "worker", lambda rows: of(rows).num_tokens),
-        Count(f"batch_num_{kind}_rows", "worker", lambda rows: of(rows).num_sequences),
-        Count(f"batch_num_{kind}_nonempty_rows", "worker", lambda rows: of(rows).num_nonempty_sequences),
+        Count(f"batch_num_{kind}_tokens", "worker", lambda rows: of(rows.loss_tokens, rows).num_tokens),
+        Count(f"batch_num_{kind}_valid_tokens", "worker", lambda rows: of(rows.tokens, rows).num_tokens),
+        Count(f"batch_num_{kind}_rows", "worker", lambda rows: of(rows.tokens, rows).num_sequences),
+        Count(f"batch_num_{kind}_nonempty_rows", "worker", lambda rows: of(rows.tokens, rows).num_nonempty_sequences),
+        Count(f"batch_num_{kind}_real_rows", "worker", real),
     ]
-
-
-def _num_loss_tokens(rows: Rows) -> Tensor:
-    return rows.tokens.num_tokens if rows.num_loss_tokens is None else rows.num_loss_tokens
 
 
 @cache
@@ -238,7 +265,7 @@ def trajectory_keys(rows: Rows) -> Sequence[Hashable]:
 
 
 _BUILT_IN: tuple[Count | PairCount | GroupCount, ...] = (
-    Count("batch_num_tokens", "engine", _num_loss_tokens),
+    Count("batch_num_tokens", "engine", lambda rows: rows.loss_tokens.num_tokens),
     Count("global_batch_size", "trainer", lambda rows: rows.tokens.num_sequences),
     PairCount(),
     Count(VALID_TOKENS, "worker", lambda rows: rows.tokens.num_tokens),

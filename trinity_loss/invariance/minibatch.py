@@ -146,10 +146,8 @@ class MiniBatch:
             name: torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
             for name, values in self.token_fields.items()
         }
-        num_loss_tokens = None if self.loss_mask is None else self.loss_mask.count_nonzero()
-        data = {**per_token, **self.sequence_fields, "uid": list(uids)}
-        choices = (self.count_empty_sequences, self.count_padding_rows)
-        return count_rows(Rows(tokens, data, num_loss_tokens, *choices))
+        data = {**per_token, **self.sequence_fields, "loss_mask": self.loss_mask, "uid": list(uids)}
+        return count_rows(Rows(tokens, data, self.count_empty_sequences, self.count_padding_rows))
 
     @property
     def counts_per_sequence(self) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ def read_rows(data: TensorDict, config: LossConfig) -> Rows:
         data,
         count_empty_sequences=config.count_empty_sequences,
         count_padding_rows=config.count_padding_rows,
+        count_expert_rows=config.policy_loss.mixture is not None,
     )
 
 
@@ -74,7 +75,7 @@ class Counting:
         rows, needed = read_rows(data, config), needed_groups(config)
         for count in needed:
             count.row_is_group(data)
-        numbers, groups = _count(rows, needed, dp_group, row_weights=config.row_weights)
+        numbers, groups = _count(rows, needed, dp_group, config)
         for name, total in read_totals(data).counts.items():
             if numbers.get(name, 0) > total:
                 self._warn_once(
@@ -108,12 +109,13 @@ def _counts(*by: str) -> dict[str, Count]:
 
 
 def _count(
-    rows: Rows, needed: list[GroupCount], dp_group: Any, row_weights: str | None = None
+    rows: Rows, needed: list[GroupCount], dp_group: Any, config: LossConfig | None = None
 ) -> tuple[dict[str, int], dict[str, Groups]]:
     """Counts and groups of all ranks, in one collective.
 
     Raises:
-        BatchError: On every rank, where one of them finds rows that cannot be counted, or weights that are none.
+        BatchError: On every rank, where one of them finds rows that cannot be counted, or that lack what the loss of
+            ``config`` reads of each row.
     """
     # The engine counts its own later.
     counts = _counts("worker", "trainer")
@@ -121,8 +123,8 @@ def _count(
     try:
         local = {name: count.of_rows(rows) for name, count in counts.items()}
         found = {count.name: find_groups(count, rows) for count in needed}
-        if row_weights is not None:
-            raise_first(read_responses(rows.data, "response_mask").weighted_by(row_weights).faults)
+        if config is not None:
+            _check_rows(rows, config)
     except BatchError as raised:
         if dp_group is None:
             raise
@@ -141,6 +143,16 @@ def _count(
     _raise_of_any_rank([error for error, _, _ in everyone])
     groups = {count.name: merge_groups(groups[count.name] for _, _, groups in everyone) for count in needed}
     return {name: sum(theirs[name] for _, theirs, _ in everyone) for name in local}, groups
+
+
+def _check_rows(rows: Rows, config: LossConfig) -> None:
+    """Raises what is wrong with the fields of one number per row."""
+    batch = read_responses(rows.data, "response_mask")
+    if config.row_weights is not None:
+        batch = batch.weighted_by(config.row_weights)
+    if config.policy_loss.mixture is not None:
+        batch = batch.with_expert_rows()
+    raise_first(batch.faults)
 
 
 def _from_everyone(mine: Any, dp_group: Any) -> list[Any]:

@@ -59,7 +59,8 @@ class RunRecording:
             Provenance(self._run, step, mini_batch, rank, ranks), engine.get_data_parallel_group()
         )
         what = f"recording {folder}"
-        recorder: Recorder | None = Recorder(self.max_bytes, config.row_weights)
+        experts = config.policy_loss.mixture is not None
+        recorder: Recorder | None = Recorder(self.max_bytes, config.row_weights, experts)
 
         def record_and_compute(*, data: Any, model_output: Any = None, dp_group: Any = None, **of_logits: Any) -> Any:
             nonlocal recorder

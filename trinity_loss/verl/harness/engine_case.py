@@ -41,6 +41,7 @@ class BatchSpec:
         teacher: Tokens of which a teacher tells the log-prob at each place: 0 is no teacher, 1 the token that stands
             there, more are its most likely ones.
         taught_alone: Whether the engine makes no log-probs, since nothing but the teacher's most likely tokens counts.
+        expert_rows: Rows that are marked as an expert's; none: nothing marks any.
     """
 
     rows: int = 8
@@ -51,6 +52,7 @@ class BatchSpec:
     seed: int = 0
     teacher: int = 0
     taught_alone: bool = False
+    expert_rows: tuple[int, ...] = (0, 1, 3)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from trinity_loss.invariance.layouts import build
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.totals import EXPERT_MASK
 from trinity_loss.verl.harness.engine_case import BatchSpec
 from trinity_loss.verl.harness.model import VOCABULARY
 
@@ -68,6 +69,12 @@ def teacher_fields(spec: BatchSpec, input_ids: torch.Tensor | None) -> dict[str,
     return {"teacher_ids": ids.to(torch.int32), "teacher_logprobs": log_probs.gather(1, ids)}
 
 
+def _expert_mask(spec: BatchSpec) -> dict[str, torch.Tensor]:
+    if not spec.expert_rows:
+        return {}
+    return {EXPERT_MASK: torch.tensor([index in spec.expert_rows for index in range(spec.rows)])}
+
+
 def make_batch(spec: BatchSpec) -> TensorDict:
     """The mini-batch as a verl trainer hands it to the actor's training worker.
 
@@ -87,6 +94,7 @@ def make_batch(spec: BatchSpec) -> TensorDict:
         response_mask=whole["response_mask"],
         log_probs=whole["old_log_probs"],  # The model computes its own.
         token_fields={name: whole[name] for name in ("old_log_probs", "ref_log_prob", "advantages")},
+        sequence_fields=_expert_mask(spec),
         uids=[f"prompt-{index // spec.rows_per_prompt}" for index in range(spec.rows)],
         input_ids=torch.cat([row[name] for row in rows for name in ("prompts", "responses")]),
     )
