@@ -253,6 +253,19 @@ REFUSED = {
         {"loss_weight": torch.full((2, 1), torch.inf)},
         "loss_weight has a weight that is negative or not finite",
     ),
+    "no teacher": (
+        {"distillation": {"loss_mode": "k3"}},
+        {"teacher_logprobs": torch.zeros(2, 4, 1)},
+        {},
+        "no 'teacher_logprobs', expected what the teacher says of the token there at each place of prompt and "
+        "response; distillation.enabled=True makes verl's agent loop ask the teacher for it; it has response_mask",
+    ),
+    "a teacher that does not say of which tokens": (
+        {"distillation": {"loss_mode": "forward_kl_topk", "use_task_rewards": False}},
+        dict.fromkeys(("teacher_logprobs", "teacher_ids"), torch.zeros(2, 4, 32)),
+        {"teacher_logprobs": torch.zeros(2, 4, 32)},
+        "no 'teacher_ids', expected what the teacher says of its k most likely tokens at each place",
+    ),
     "no mark of an expert's rows": (
         {"loss_mode": "mix"},
         EXPERT,

@@ -27,6 +27,8 @@ _OVERLAP = ("overlap_count", "overlap_token_advantage")
 OUTPUTS = (*TOP_K_OUTPUTS, *_OVERLAP)
 #: The teacher's log-prob of each token; its places are those of the model output, not of the response.
 TEACHER = "teacher_logprobs"
+#: Which tokens these are of, where there are several at a place.
+TEACHER_IDS = "teacher_ids"
 #: The weight of negative advantages in the policy gradient's dual clip, which verl does not let one choose.
 _CLIP_RATIO_C = 3.0
 _ESTIMATORS = tuple(name for name in KL_TYPES if not name.endswith("+"))
@@ -92,6 +94,11 @@ class DistillationLossConfig:
     def use_topk(self) -> bool:
         """Whether it looks at the teacher's most likely tokens."""
         return self.loss_mode == TOP_K
+
+    @property
+    def teacher_fields(self) -> tuple[str, ...]:
+        """Fields of a mini-batch in which a teacher says what the loss, or the engine for it, reads."""
+        return (TEACHER, TEACHER_IDS) if self.use_topk else (TEACHER,)
 
     @property
     def needs_policy_loss(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import FieldShapeError, FieldValueError, MissingFieldError
 from trinity_loss.faults import Fault
 from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
@@ -33,7 +34,9 @@ _SWITCHES = {
     "ref_log_prob": "actor_rollout_ref.actor.use_kl_loss=True makes verl compute it",
     "rollout_log_probs": "actor_rollout_ref.rollout.calculate_log_probs=True makes the rollout return it",
     "rollout_is_weights": "algorithm.rollout_correction.rollout_is makes verl compute it",
-    "teacher_logprobs": "distillation.enabled=True makes verl's agent loop ask the teacher for it",
+    **dict.fromkeys(
+        ("teacher_logprobs", "teacher_ids"), "distillation.enabled=True makes verl's agent loop ask the teacher for it"
+    ),
 }
 #: How to make an engine return what is missing.
 _ENGINE_SWITCHES = dict.fromkeys(
@@ -224,6 +227,14 @@ def _missing(name: str, data: MicroBatchData, expected: str) -> MissingFieldErro
     hint = f"; {_SWITCHES[name]}" if name in _SWITCHES else ""
     has = ", ".join(sorted(map(str, data.keys())))
     return MissingFieldError(f"the micro-batch has no {name!r}, {expected}{hint}; it has {has}")
+
+
+def check_teacher(config: DistillationLossConfig, data: MicroBatchData) -> None:
+    """Raises :class:`MissingFieldError` where a batch lacks what a teacher has to say."""
+    for name in config.teacher_fields:
+        if data.get(name, None) is None:
+            each = "of its k most likely tokens" if config.use_topk else "of the token there"
+            raise _missing(name, data, f"expected what the teacher says {each} at each place of prompt and response")
 
 
 def read_micro_batch(

@@ -14,7 +14,7 @@ from trinity_loss.errors import BatchError
 from trinity_loss.faults import raise_first
 from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss_config import LossConfig
-from trinity_loss.micro_batch import read_responses
+from trinity_loss.micro_batch import check_teacher, read_responses
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import (
     Count,
@@ -146,7 +146,9 @@ def _count(
 
 
 def _check_rows(rows: Rows, config: LossConfig) -> None:
-    """Raises what is wrong with the fields of one number per row."""
+    """Raises what is wrong with the fields that the loss reads of each row, and where a teacher has said nothing."""
+    if config.distillation is not None:
+        check_teacher(config.distillation, rows.data)
     batch = read_responses(rows.data, "response_mask")
     if config.row_weights is not None:
         batch = batch.weighted_by(config.row_weights)

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trinity_loss.errors import MissingFieldError
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.loss_config import LossConfig
+from trinity_loss.micro_batch import check_teacher
 from trinity_loss.row_values import MicroBatchData
-
-_TEACHERS = ("teacher_logprobs", "teacher_ids")
 
 
 class DistillingPolicyLoss(EnginePolicyLoss):
@@ -49,10 +47,6 @@ class DistillingPolicyLoss(EnginePolicyLoss):
         """
         if student_logits is None:
             return super().__call__(model_output=model_output or {}, data=data, dp_group=dp_group)
-        for name in _TEACHERS:
-            if data.get(name, None) is None:
-                raise MissingFieldError(
-                    f"the micro-batch has no {name!r}, the teacher's most likely tokens [prompt + response, k]; "
-                    "distillation.enabled=True makes verl's agent loop ask the teacher for them"
-                )
+        assert self.config.distillation is not None
+        check_teacher(self.config.distillation, data)
         return self._of_logits(student_logits=student_logits, data=data, **of_logits)
