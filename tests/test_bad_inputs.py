@@ -117,6 +117,7 @@ KL = {"use_kl_loss": True}
 PROMPTS = {"loss_agg_mode": "prompt-mean"}
 TRAJECTORIES = {"loss_agg_mode": "trajectory-mean"}
 WEIGHTS = {"row_weights": "loss_weight"}
+MIX = {"loss_mode": "mix"}
 SEQUENCES = {"loss_agg_mode": "seq-mean-token-sum"}
 PAIRS = {"loss_mode": "dpo"}
 
@@ -142,6 +143,10 @@ def both(*changes: Callable[[Given], Any]) -> Callable[[Given], Any]:
 # What is missing.
 bad("session-without-a-uid", both(sessions(), drop("uid")), alone=True, **TRAJECTORIES)
 bad("no-row-weights", lambda given: None, **WEIGHTS)
+bad("no-expert-mask", lambda given: None, **MIX)
+bad("no-step", put("expert_mask", [1, 0]), loss_mode="mix_chord", loss_args={"mu_warmup_steps": 2})
+bad("no-teacher", lambda given: None, distillation={"loss_mode": "k3"})
+bad("no-divergence-from-a-teacher", lambda given: None, distillation={"loss_mode": "forward_kl_topk"})
 bad("no-log-probs", drop("log_probs"))
 bad("no-response-mask", drop("response_mask"))
 bad("no-old-log-probs", drop("old_log_probs"))
@@ -209,10 +214,13 @@ bad("trajectory-counts-too-small", trajectories(trajectory_num_tokens=torch.tens
 bad("session-too-few", sessions(session_id=[0]), alone=True, **TRAJECTORIES)
 bad("row-weights-too-few", put("loss_weight", torch.ones(1)), **WEIGHTS)
 bad("row-weights-too-few-in-a-list", put("loss_weight", [1.0]), **WEIGHTS)
+bad("expert-mask-too-few", put("expert_mask", torch.ones(1)), **MIX)
+bad("expert-mask-differs-in-a-segment", put("expert_mask", torch.tensor([[1, 1, 0], [0, 0, 1]])), "packed", **MIX)
 # What has another type.
 bad("trajectory-ids-of-floats", put("trajectory_ids", torch.tensor([1.0, 2.0])), alone=True, **TRAJECTORIES)
 bad("row-weights-text", put("loss_weight", "heavy"), **WEIGHTS)
 bad("row-weights-of-texts", put("loss_weight", ["1", "2"]), **WEIGHTS)
+bad("expert-mask-of-texts", put("expert_mask", ["yes", "no"]), **MIX)
 bad("field-a-list", put("advantages", [[1.0] * 3] * 2))
 bad("field-text", put("old_log_probs", "old"))
 bad("field-strided", put("advantages", strided([1.0] * 2, [1.0] * 3)), "nested")
@@ -265,6 +273,7 @@ bad("no-trajectory-count", put("trajectory_num_tokens", torch.tensor([2, 3])), *
 bad("no-tokens-per-trajectory", put("batch_num_trajectories", 2), **TRAJECTORIES)
 bad("trajectory-count-zero", trajectories(batch_num_trajectories=0), **TRAJECTORIES)
 bad("trajectory-count-too-small", trajectories(batch_num_trajectories=1), **TRAJECTORIES)
+bad("no-count-of-usual-rows-on-two-ranks", both(put("expert_mask", [1, 0]), put("dp_size", 2)), **MIX)
 bad("no-positive-count-on-two-ranks", put("dp_size", 2), nll_on_positives=0.1)
 bad("dp-size-zero", put("dp_size", 0))
 bad("dp-size-negative", put("dp_size", -1))
@@ -286,6 +295,7 @@ bad("row-weights-negative", put("loss_weight", torch.tensor([1.0, -0.5])), **WEI
 bad("row-weights-nan", put("loss_weight", torch.tensor([[1.0], [math.nan]])), **WEIGHTS)
 bad("row-weights-infinite-nested", put("loss_weight", jagged([1.0] * 2, [1.0, 1.0, math.inf])), "nested", **WEIGHTS)
 bad("row-weights-nan-where-masked", put("loss_weight", torch.tensor([[1, 1, math.nan], [1, 1, 1]])), **WEIGHTS)
+bad("expert-mask-a-half", put("expert_mask", torch.tensor([1.0, 0.5])), **MIX)
 bad("log-probs-nan-where-masked", spoil("log_probs", math.nan, (0, 2)))
 
 
