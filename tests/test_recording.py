@@ -82,7 +82,7 @@ def test_what_marks_an_experts_rows_is_kept_and_the_step(layout, tmp_path):
         recorder = Recorder(2**20, expert_rows=True)
         for batch, rows in zip(micro_batches, PARTS.ranks[rank], strict=True):
             batch.data["expert_mask"] = torch.tensor([float(row in which) for row in rows])
-            batch.data["step"] = 2
+            batch.data.set_non_tensor("step", 2)
             output = {"log_probs": batch.lay_out(log_probs), "entropy": batch.lay_out(entropy)}
             recorder.add(output, batch.data)
             losses.append(EnginePolicyLoss(config)(model_output=output, data=batch.data, dp_group=None)[0].item())
