@@ -15,6 +15,7 @@ from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss
 from trinity_loss.errors import ConfigError, FieldShapeError, FieldValueError, MissingFieldError, TotalsError
 from trinity_loss.metric_set import finish_metrics
 from trinity_loss.mixtures import scheduled_weight
+from trinity_loss.totals import count_names, find_count
 
 SAMPLES = make_sequences(13, seed=6)
 EXPERT = [i % 3 == 1 for i in range(len(SAMPLES))]
@@ -122,6 +123,13 @@ def test_on_cuts(name, mode):
         got = run(loss, cut(SAMPLES, micro, ranks, how), layout, counts=True, totals=totals)
         finish_metrics(got.metrics)
         agree(got, expected, SAMPLES)
+
+
+def test_every_count_is_here():
+    known = (find_count(name) for name in count_names())
+    assert {count.name for count in known if getattr(count, "of_mixture", False)} == dict(
+        counts(SAMPLES, EXPERT)
+    ).keys()
 
 
 def test_empty_rows_that_do_not_count():

@@ -42,14 +42,12 @@ class Rows:
         data: Fields by name; ``loss_mask``, where it is there, lies as the response tokens do.
         count_empty_sequences: Whether a group without any token that counts is a group.
         count_padding_rows: Whether a group of synthetic rows is a group.
-        count_expert_rows: Whether an expert's rows are counted apart; else nothing reads what marks them.
     """
 
     tokens: ResponseTokens
     data: MicroBatchData
     count_empty_sequences: bool = True
     count_padding_rows: bool = True
-    count_expert_rows: bool = True
 
     def values(self, name: str) -> list[Any] | None:
         """One value per row, None if missing, see :func:`trinity_loss.row_values.row_values`."""
@@ -104,11 +102,13 @@ class Count:
         name: Its field of the micro-batch.
         counted_by: Who counts it over the mini-batch and all ranks: the engine, the trainer, or our training worker.
         of_rows: What rows of one rank give, int64 0-d.
+        of_mixture: Whether it is counted for a loss alone that takes an expert's rows apart.
     """
 
     name: str
     counted_by: Literal["engine", "trainer", "worker"]
     of_rows: Callable[[Rows], Tensor]
+    of_mixture: bool = False
 
 
 class PairCount:
@@ -220,7 +220,7 @@ def _counts_of_rows(kind: Literal["usual", "expert"]) -> list[Count]:
     """The counts of one kind of rows; where nothing marks an expert's, all are usual."""
 
     def of(tokens: ResponseTokens, rows: Rows) -> ResponseTokens:
-        flags = expert_rows(tokens, rows.data) if rows.count_expert_rows else None
+        flags = expert_rows(tokens, rows.data)
         if flags is None:
             flags = torch.zeros(tokens.num_slots, dtype=torch.bool, device=tokens.mask.device)
         return tokens.restrict_sequences(flags if kind == "expert" else ~flags)
@@ -229,13 +229,14 @@ def _counts_of_rows(kind: Literal["usual", "expert"]) -> list[Count]:
         synthetic = torch.tensor(rows.synthetic, dtype=torch.bool, device=rows.tokens.mask.device)
         return of(rows.tokens, rows).restrict_sequences(~synthetic).num_sequences
 
-    return [
-        Count(f"batch_num_{kind}_tokens", "worker", lambda rows: of(rows.loss_tokens, rows).num_tokens),
-        Count(f"batch_num_{kind}_valid_tokens", "worker", lambda rows: of(rows.tokens, rows).num_tokens),
-        Count(f"batch_num_{kind}_rows", "worker", lambda rows: of(rows.tokens, rows).num_sequences),
-        Count(f"batch_num_{kind}_nonempty_rows", "worker", lambda rows: of(rows.tokens, rows).num_nonempty_sequences),
-        Count(f"batch_num_{kind}_real_rows", "worker", real),
-    ]
+    counts: dict[str, Callable[[Rows], Tensor]] = {
+        "tokens": lambda rows: of(rows.loss_tokens, rows).num_tokens,
+        "valid_tokens": lambda rows: of(rows.tokens, rows).num_tokens,
+        "rows": lambda rows: of(rows.tokens, rows).num_sequences,
+        "nonempty_rows": lambda rows: of(rows.tokens, rows).num_nonempty_sequences,
+        "real_rows": real,
+    }
+    return [Count(f"batch_num_{kind}_{what}", "worker", count, of_mixture=True) for what, count in counts.items()]
 
 
 @cache

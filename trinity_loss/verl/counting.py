@@ -39,7 +39,6 @@ def read_rows(data: TensorDict, config: LossConfig) -> Rows:
         data,
         count_empty_sequences=config.count_empty_sequences,
         count_padding_rows=config.count_padding_rows,
-        count_expert_rows=config.policy_loss.mixture is not None,
     )
 
 
@@ -118,7 +117,8 @@ def _count(
             ``config`` reads of each row.
     """
     # The engine counts its own later.
-    counts = _counts("worker", "trainer")
+    mixture = config is not None and config.policy_loss.mixture is not None
+    counts = {name: c for name, c in _counts("worker", "trainer").items() if mixture or not c.of_mixture}
     local, found, error = dict.fromkeys(counts, torch.zeros((), dtype=torch.int64)), {}, None
     try:
         local = {name: count.of_rows(rows) for name, count in counts.items()}
