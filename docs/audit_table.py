@@ -45,7 +45,7 @@ NAMES = {
     "no dp_size": "a forgotten `dp_size`, two ranks",
     "Trinity-RFT": "Trinity-RFT's own PPO loss, two ranks",
     "faultless, Trinity-RFT scaled": "Trinity-RFT's PPO loss, scaled",
-    "dropout": "attention dropout of 0.1",
+    "dropout": "{}, dropout of 0.1",
     "leak": "attention that sees the whole packed row",
     "bf16 reduction": "gradients reduced in bf16",
     "bf16 reduction, two ranks": "gradients reduced in bf16, two ranks, every micro-batch",

@@ -182,6 +182,9 @@ SAME = a_pass("repeat", gradient={"error": 0.0})
                   a_pass("half, no expert capacity", log_probs=5e-5) | {"against": "no expert capacity"}),
          "model", "or on rounding"),
         (findings(a_pass("half", log_probs=0.1)), "model", "(attention_dropout 0.1), which the pass repeat would tell"),
+        (findings(SAME, first=a_pass("as configured", gradient={"norm": 0.0})), "faultless", "nothing is known"),
+        (findings(a_pass("half"), first=a_pass("as configured", gradient={"norm": 0.0})),
+         "faultless", "gradient is 0 in every pass (no token in the mask, or no advantage)"),
         (findings(SAME), "faultless", "nothing is known of model and engine; the loss tried by itself: all is well"),
         (findings(SAME, first=a_pass("as configured", of_tokens={"log_probs": math.nan})),
          "model", "its log-probs are not finite"),
@@ -269,6 +272,13 @@ def test_metrics_are_numbers_that_no_name_reduces_wrongly():
     assert all(isinstance(value, float) for value in metrics.values())
 
 
+def test_a_metric_that_is_off_is_told_with_its_log_probs():
+    far = {"metrics": {"actor/ppo_kl": 0.2}}
+    for log_probs, words in ((1e-8, "with the same log-probs"), (8e-4, "where the log-probs are 8e-04 off")):
+        report = AuditReport(findings(SAME, a_pass("half", log_probs=log_probs) | far, dtype="bfloat16"))
+        assert re.match(f"metric actor/ppo_kl is 50.00% off at half,? {words}$", report.notes()[0])
+
+
 def test_dropout_is_found_where_it_hides():
     class Attention(torch.nn.Module):
         attention_dropout = 0.25
@@ -349,6 +359,10 @@ def test_what_a_run_will_not_audit_is_said(tmp_path):
         (
             ["audit_steps=[1]", "audit_cuts=[half]"],
             "2 times (as configured, with 128 tokens; half), so about 2 updates",
+        ),
+        (
+            ["audit_step=[1]"],
+            "none: policy_loss has no audit_step; an audit is configured by audit_steps, audit_dir, audit_cuts",
         ),
         (["audit_steps=1"], "none: policy_loss.audit_steps is 1; expected a list"),
         ([], "none; +actor_rollout_ref.actor.policy_loss.audit_steps=[1,100]"),

@@ -24,8 +24,12 @@ def forecast(config: DictConfig) -> str:
     actor: Any = config.actor_rollout_ref.actor
     asked = OmegaConf.to_container(actor.policy_loss, resolve=True)
     assert isinstance(asked, dict)
+    given = {str(key): value for key, value in asked.items() if str(key).startswith("audit")}
+    known = [name for name in PolicyLossOptions.__dataclass_fields__ if name.startswith("audit_")]
+    if unknown := [name for name in given if name not in known]:
+        return f"none: policy_loss has no {', '.join(unknown)}; an audit is configured by {', '.join(known)}"
     try:
-        options = PolicyLossOptions(**{str(key): v for key, v in asked.items() if str(key).startswith("audit_")})
+        options = PolicyLossOptions(**given)
     except ConfigError as error:
         return f"none: {error}"
     cuts, steps = options.audit_cuts, options.audit_steps

@@ -252,6 +252,10 @@ def _dropout(worker: Any) -> None:
             module.attention_dropout = 0.1
 
 
+def _dropout_in_megatron(config: Any) -> None:
+    config.engine_config.override_transformer_config.update({"hidden_dropout": 0.1})
+
+
 def _leak(worker: Any) -> None:
     """A mask of ones keeps transformers from finding the sequences in a packed row."""
 
@@ -452,6 +456,7 @@ def _unwritable(worker: Any) -> None:
 FAULTS = {
     "": Fault(),
     "dropout": Fault(plant=_dropout),
+    "dropout in Megatron": Fault(configure=_dropout_in_megatron),
     "leak": Fault(plant=_leak),
     "bf16 reduction": Fault(configure=_reduce_in_bf16),
     "router loss": Fault(configure=_router_loss),

@@ -79,6 +79,11 @@ MEGATRON = {
     "faultless, experts over ranks": (AuditRun(TWO, "experts over ranks"), "faultless", "rounding (float32)"),
     "faultless, pipeline, tied": (AuditRun(replace(TWO, pipeline=2), "tied"), "faultless", "rounding (float32)"),
     "faultless, expert bias": (AuditRun(ONE, "expert bias"), "faultless", "rounding (float32)"),
+    "dropout": (
+        AuditRun(TWO, "dropout in Megatron"),
+        "model",
+        "dropout or another random layer is on (hidden_dropout 0.1",
+    ),
     "capacity": (AuditRun(ONE, "capacity"), "model", "without the capacity of experts they are not"),
     "no num_micro_batch": (AuditRun(ONE, "no num_micro_batch"), "engine", "divides by the number of micro-batches"),
     "router": (AuditRun(ONE, "router loss"), "engine", "without the auxiliary loss of the router it is not"),
@@ -97,6 +102,7 @@ SAME = {
         AuditRun(replace(TWO, distributed_optimizer=True), "offload", **TRAINED),
         AuditRun(replace(TWO, pipeline=2), "expert bias", **TRAINED),
         AuditRun(replace(TWO, tensor=2), **TRAINED),
+        AuditRun(replace(TWO, tensor=2), "dropout in Megatron", **TRAINED),
     ),
 }
 

@@ -35,6 +35,7 @@ _LAYOUT = re.compile(
     r"strategy|dtype|_size$|_parallel|use_(dynamic_bsz|remove_padding|distributed_optimizer|no_sync|torch_compile|fused)|"
     r"mixed_precision|offload|(max_token_len|micro_batch_size)_per_gpu$|override_transformer_config"
 )
+_SAME = 1e-6  # Log-probs that are less far off are the same, in float32.
 _HEADERS = ("pass", "micro-batches", "gradient ×", "cosine", "gradient off", "log-probs off", "loss's gradient off",
             "loss off", "metrics off", "seconds")  # fmt: skip
 
@@ -117,9 +118,12 @@ class AuditReport:
         """What else is worth knowing, a line each."""
         found, lines = self.found, []
         first = found["runs"][0]
-        worst = max(((*worst_metric(run, first), run["name"]) for run in self.cuts), default=(0.0, "", ""))
-        if worst[0] > found["tolerance"]:
-            lines.append(f"metric {worst[1]} depends on the cut: {percent(worst[0])} off at {worst[2]}")
+        far = max(self.cuts, key=lambda run: worst_metric(run, first)[0], default=first)
+        error, metric = worst_metric(far, first)
+        if error > found["tolerance"]:
+            given = off(far, "log_probs")
+            why = f", where the log-probs are {percent(given)} off" if given > _SAME else " with the same log-probs"
+            lines.append(f"metric {metric} is {percent(error)} off at {far['name']}{why}")
         lines += [f"left out: {name}: {reason}" for name, reason in found["left_out"]]
         lines.append(f"the loss tried again on the recorded log-probs: {found['replay']['sentence']}")
         multiple = f"{found['seconds'] / first['seconds']:.1f}" if first["seconds"] else "?"

@@ -57,6 +57,11 @@ def judge(found: dict[str, Any]) -> tuple[str, str]:
             "the mini-batch was computed in no other cut, so that nothing is known of model and engine; the loss tried "
             f"by itself: {found['replay']['sentence']}"
         )
+    if not first["gradient"]["all"]["norm"]:
+        return "faultless", (
+            "the parameters' gradient is 0 in every pass (no token in the mask, or no advantage): it tells nothing of "
+            f"loss and engine; the loss tried by itself: {found['replay']['sentence']}"
+        )
     largest = max((off(run) for run in cuts), default=0.0)
     level = "as far as the repeated pass, which is noise" if noise and largest <= 3 * noise else "which is rounding"
     return "faultless", (
