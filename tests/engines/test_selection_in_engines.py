@@ -11,7 +11,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 COVARIANCE = ours(loss_mode="kl_cov", loss_args={"kl_cov_ratio": 0.25}, top_entropy_quantile=0.5)
 MOMENT = ours("seq-mean-token-mean", loss_mode="m2po", loss_args={"m2_threshold": 0.05})
 NESTED = BatchSpec(layout="nested")
-LAYOUTS = {"fsdp": [{}, {"world_size": 2}], "megatron": [{}, {"world_size": 2}, {"world_size": 2, "pipeline": 2}]}
+LAYOUTS = {
+    "fsdp": [{}, {"world_size": 2}],
+    "megatron": [{}, {"world_size": 2}, {"world_size": 2, "pipeline": 2}, {"world_size": 2, "tensor": 2}],
+}
 
 
 @pytest.fixture(scope="module", params=["fsdp", "megatron"])

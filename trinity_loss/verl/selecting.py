@@ -22,7 +22,7 @@ from trinity_loss.verl.steps import Steps
 def attach_selection(
     data: TensorDict,
     loss: TrinityPolicyLoss,
-    infer_batch: Callable[[TensorDict], TensorDict | None],
+    infer: Callable[[TensorDict], Mapping[str, Tensor] | None],
     dp_group: Any,
     steps: Steps,
 ) -> None:
@@ -31,7 +31,7 @@ def attach_selection(
     Args:
         data: This rank's rows of the mini-batch.
         loss: What trains.
-        infer_batch: verl's forward pass without a gradient.
+        infer: :func:`infer`, of a training worker.
         dp_group: The ranks that hold the other rows; None where this rank holds all of them.
         steps: Which step and mini-batch it is.
 
@@ -49,7 +49,7 @@ def attach_selection(
             )
         batch: MicroBatch | None = read_responses(data, "old_log_probs")
     else:
-        batch = _forward(data, infer_batch, entropy=config.top_entropy_quantile < 1)
+        batch = _forward(data, infer, entropy=config.top_entropy_quantile < 1)
     if batch is None:  # A stage of a pipeline that has no output, and neither have the ranks that would add up.
         return
     with torch.no_grad():
@@ -60,15 +60,35 @@ def attach_selection(
             data[name] = _like(data["response_mask"], values)
 
 
+def infer(worker: Any, data: TensorDict) -> Mapping[str, Tensor] | None:
+    """A forward pass without a gradient, on every rank that a loss runs on; None where a pipeline has no output.
+
+    verl's ``infer_batch`` of the worker gives the output to one of the ranks that share a row (tensor, context and
+    sequence parallelism), but all of them compute the loss.
+    """
+    config = worker.engine_config
+    settings = {
+        "use_remove_padding": worker.model_config.get("use_remove_padding", False),
+        "use_dynamic_bsz": config.use_dynamic_bsz,
+        "max_token_len_per_gpu": config.infer_max_token_len_per_gpu,
+        "micro_batch_size_per_gpu": config.infer_micro_batch_size_per_gpu,
+        "use_fused_kernels": config.use_fused_kernels,
+    }
+    tu.assign_non_tensor(data, **{name: value for name, value in settings.items() if name not in set(data.keys())})
+    with worker.engine.eval_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)):
+        output: Mapping[str, Any] = worker.engine.infer_batch(data)
+    return output.get("model_output")
+
+
 def _forward(
-    data: TensorDict, infer_batch: Callable[[TensorDict], TensorDict | None], *, entropy: bool
+    data: TensorDict, infer: Callable[[TensorDict], Mapping[str, Tensor] | None], *, entropy: bool
 ) -> MicroBatch | None:
     """The mini-batch with what the model says of it now."""
     asked = data.copy()
     # Without a loss there is nothing that an engine could call with the logits.
     no_teacher = {"distillation_use_topk": False, "distillation_only": False}
     tu.assign_non_tensor(asked, compute_loss=False, calculate_entropy=entropy, **no_teacher)
-    output = infer_batch(asked)
+    output = infer(asked)
     if output is None:
         return None
     device = data["response_mask"].device

@@ -30,7 +30,7 @@ from trinity_loss.verl.diagnostic import only_warning
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
 from trinity_loss.verl.policy_options import PolicyLossOptions, unread_corrections
 from trinity_loss.verl.recording import RunRecording
-from trinity_loss.verl.selecting import attach_selection
+from trinity_loss.verl.selecting import attach_selection, infer
 from trinity_loss.verl.shadow import ShadowLoss
 from trinity_loss.verl.steps import Steps
 
@@ -131,7 +131,6 @@ class TrinityWorkerMixin:
     optimizer_config: Any
     rank: int
     loss_fn: Any
-    infer_batch: Any
     rollout_correction: Mapping[str, Any] | None = None
     recording: RunRecording | None = None
     auditing: AuditSettings | None = None
@@ -213,7 +212,7 @@ class TrinityWorkerMixin:
         if not loss.over_mini_batch:
             return
         with only_warning("choosing tokens for shadow mode") if self._in_shadow else nullcontext():
-            attach_selection(data, loss, self.infer_batch, self.engine.get_data_parallel_group(), self.steps)
+            attach_selection(data, loss, partial(infer, self), self.engine.get_data_parallel_group(), self.steps)
 
     @contextmanager
     def recorded(self, config: LossConfig) -> Iterator[None]:
