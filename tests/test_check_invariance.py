@@ -434,7 +434,7 @@ def test_metrics_are_reduced_as_verl_reduces_them():
             "plain": number,
         }
 
-    reduced = reduce_metrics([[emitted(rank, micro) for micro in range(3)] for rank in range(2)])
+    reduced, _ = reduce_metrics([[emitted(rank, micro) for micro in range(3)] for rank in range(2)])
     assert reduced == {"sum": 18.0, "mean": 6.0, "top": 12.0, "admin_x": 0.0, "dominance_max": 12.0, "plain": 6.0}
     with pytest.raises(ContractError, match="different names"):
         reduce_metrics([[{"a": 1.0}], [{"b": 1.0}]])

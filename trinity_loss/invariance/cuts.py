@@ -6,7 +6,7 @@ import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 import torch
@@ -111,13 +111,10 @@ def dynamic(batch: MiniBatch, ranks: int, seed: int, *, at_least: int | None = N
     while True:
         parts = []
         for rows in shares:
-            ids = torch.nested.as_nested_tensor(
-                [torch.zeros(lengths[i], dtype=torch.int64) for i in rows], layout=torch.jagged
-            )
+            ids = torch.nested.as_nested_tensor([torch.zeros(lengths[i]).long() for i in rows], layout=torch.jagged)
             data = TensorDict({"input_ids": ids}, batch_size=[len(rows)])
-            _, indices = rearrange_micro_batches(
-                data, max_token_len=max_tokens, min_num_micro_batch=count, force_group_size=batch.group_size
-            )
+            limits = {"max_token_len": max_tokens, "min_num_micro_batch": count, "force_group_size": batch.group_size}
+            _, indices = rearrange_micro_batches(data, **limits)
             parts.append(tuple(tuple(rows[i] for i in index) for index in indices))
         most = max(map(len, parts))
         if all(len(part) == most for part in parts):
@@ -164,19 +161,14 @@ def all_cuts(
     most = max((m for m in micro_batches if m + 1 < groups), default=1)
     ranks = max((d for d in dp_sizes if 2 * d + 1 < groups), default=1)
     base: Layout = layouts[0]
-    for d in dp_sizes:
-        for m in micro_batches:
-            if m * d > groups:
-                skipped.append(
-                    (
-                        f"{m} × {d} pieces",
-                        f"the mini-batch has {groups} {'sequences' if size == 1 else f'groups of {size} sequences'}",
-                    )
-                )
-            elif equal_rows and groups % (m * d):
-                skipped.append((f"{m} × {d} pieces", f"{groups} sequences do not divide into equal ones"))
-            elif m * d > 1:
-                yield Cut("even", even(batch, m, d), base)
+    together = "sequences" if size == 1 else f"groups of {size} sequences"
+    for d, m in product(dp_sizes, micro_batches):
+        if m * d > groups:
+            skipped.append((f"{m} × {d} pieces", f"the mini-batch has {groups} {together}"))
+        elif equal_rows and groups % (m * d):
+            skipped.append((f"{m} × {d} pieces", f"{groups} sequences do not divide into equal ones"))
+        elif m * d > 1:
+            yield Cut("even", even(batch, m, d), base)
     some = [(min(4, most), 1)] + ([(min(2, most), ranks)] if ranks > 1 else [])
     if equal_rows:
         some = [(m, d) for m, d in some if groups % (m * d) == 0]
@@ -190,8 +182,7 @@ def all_cuts(
     backwards = _flat(batch, range(groups)[::-1])
     yield Cut("order", ((backwards,),), base, note="in reverse order")
     for layout in layouts[1:]:
-        yield Cut("layout", whole(batch).ranks, layout)
-        for m, d in some:
+        for m, d in [(1, 1), *some]:
             yield Cut("layout", even(batch, m, d), layout)
     if "padded" in layouts:
         for width in (1, 9):

@@ -174,7 +174,7 @@ def _shortened(batch: MiniBatch) -> MiniBatch:
     lengths = batch.response_lengths.tolist()
     kept = [1 if i % 4 == 0 else 0 if i == 5 else n for i, n in enumerate(lengths)]
     index = torch.cat([torch.arange(a, a + n) for a, n in zip(batch.starts, kept, strict=False)])
-    return _with_tokens(batch, torch.tensor(kept), index, list(range(batch.num_sequences)))
+    return batch.picked(torch.tensor(kept), index, list(range(batch.num_sequences)), totals={})
 
 
 def _repeated(batch: MiniBatch, length: int) -> MiniBatch:
@@ -183,22 +183,4 @@ def _repeated(batch: MiniBatch, length: int) -> MiniBatch:
     pieces = [
         batch.starts[i] + torch.arange(length + 61 * k) % int(batch.response_lengths[i]) for k, i in enumerate(longest)
     ]
-    return _with_tokens(batch, torch.tensor([len(p) for p in pieces]), torch.cat(pieces), longest)
-
-
-def _with_tokens(batch: MiniBatch, lengths: Tensor, index: Tensor, rows: list[int]) -> MiniBatch:
-    return replace(
-        batch,
-        prompt_lengths=batch.prompt_lengths[rows],
-        response_lengths=lengths,
-        response_mask=batch.response_mask[index],
-        log_probs=batch.log_probs[index],
-        entropy=None if batch.entropy is None else batch.entropy[index],
-        token_fields={name: values[index] for name, values in batch.token_fields.items()},
-        sequence_fields={name: values[rows] for name, values in batch.sequence_fields.items()},
-        loss_mask=None if batch.loss_mask is None else batch.loss_mask[index],
-        uids=None if batch.uids is None else [batch.uids[i] for i in rows],
-        totals={},
-        cut=None,
-        input_ids=None,
-    )
+    return batch.picked(torch.tensor([len(p) for p in pieces]), torch.cat(pieces), longest, totals={})

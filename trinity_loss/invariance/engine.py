@@ -2,8 +2,9 @@
 
 Three engines are played: FSDP adds the gradients of a rank's micro-batches and averages over ranks; Megatron's
 schedule divides each loss by the number of micro-batches, which verl multiplied by before; in Megatron's
-per-token regime verl returns ``loss × tokens / dp_size`` and Megatron divides the sum by the tokens. Metrics go
-through verl's three reductions: over the micro-batches of a rank, over ranks, over the mini-batches of a step.
+per-token regime verl returns ``loss × tokens / dp_size`` and Megatron divides the sum by the tokens. So all three
+add ``loss / dp_size``, and differ in what a micro-batch says of the mini-batch. Metrics go through verl's three
+reductions: over the micro-batches of a rank, over ranks, over the mini-batches of a step.
 """
 
 from __future__ import annotations
@@ -104,31 +105,26 @@ class Outcome:
         return bool(torch.isfinite(self.gradient).all()) and np.isfinite(self.loss) and not self.without_graph
 
 
-def reduce_metrics(emitted: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, float]:
-    """One value per key from the dictionaries of every rank and micro-batch, as verl reduces them.
+def reduce_metrics(emitted: Iterable[Iterable[Mapping[str, Any]]]) -> tuple[dict[str, float], dict[str, float]]:
+    """One value per key from the dictionaries of every rank and micro-batch, as verl reduces them, and its size.
 
     verl's ``Metric`` objects go through their own ``aggregate_dp``; anything else, numbers and lists of numbers,
-    is averaged without weights, or its maximum or minimum taken where the key says so anywhere in its name.
+    is averaged without weights, or its maximum or minimum taken where the key says so anywhere in its name. The size
+    is the same of the absolute values.
 
     Raises:
         ContractError: Ranks emit other keys, or a value is no number.
     """
-    return {key: value for key, (value, _) in _reduce_all(emitted).items()}
-
-
-def _reduce_all(emitted: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, tuple[float, float]]:
-    per_rank = [_by_key(rank) for rank in emitted]
+    per_rank: list[dict[str, list[Any]]] = []
+    for rank in emitted:
+        lists: dict[str, list[Any]] = {}
+        per_rank.append(lists)
+        for key, value in (item for metrics in rank for item in metrics.items()):
+            lists.setdefault(key, []).extend(value if isinstance(value, list | tuple) else [value])
     if any(set(lists) != set(per_rank[0]) for lists in per_rank):
         raise ContractError("ranks emit metrics of different names, which verl cannot reduce")
-    return {key: _reduce(key, [lists[key] for lists in per_rank]) for key in per_rank[0]}
-
-
-def _by_key(rank: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    lists: dict[str, list[Any]] = {}
-    for metrics in rank:
-        for key, value in metrics.items():
-            lists.setdefault(key, []).extend(value if isinstance(value, list | tuple) else [value])
-    return lists
+    reduced = {key: _reduce(key, [lists[key] for lists in per_rank]) for key in per_rank[0]}
+    return {key: value for key, (value, _) in reduced.items()}, {key: size for key, (_, size) in reduced.items()}
 
 
 def _reduce(key: str, ranks: list[list[Any]]) -> tuple[float, float]:
@@ -218,11 +214,10 @@ def run(
     shared: dict[str, Any] = {**batch.all_totals, "dp_size": ranks}
     if not worker:
         shared = {name: shared[name] for name in VERLS_TOTALS if name in shared}
-    tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
     if cut.engine != "fsdp":
         shared["num_micro_batch"] = cut.micro_batches
     if cut.engine == "megatron per token":
-        shared["routed_num_tokens"] = tokens
+        shared["routed_num_tokens"] = int((batch.prompt_lengths + batch.response_lengths).sum())
     if hasattr(loss_fn, "mini_batch_totals"):  # What the training worker of that loss counts.
         shared |= loss_fn.mini_batch_totals(batch)
     if isinstance(loss_fn, Played):
@@ -245,20 +240,17 @@ def run(
                 value = loss.item()
                 reported, size = reported + value / ranks, size + abs(value) / ranks
                 if loss.requires_grad:
-                    contributions.append(_contribution(loss, cut, ranks, tokens))
+                    contributions.append(loss / ranks)
                 else:
                     without_graph += 1
     if contributions:
         torch.stack(contributions).sum().backward()
-    reduced = _reduce_all(emitted)
-    return Outcome(
-        reported,
-        _gradient(log_probs),
-        _gradient(entropy, log_probs),
-        {key: value for key, (value, _) in reduced.items()},
-        without_graph,
-        {"loss": size} | {key: absolute for key, (_, absolute) in reduced.items()},
+    nothing = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    by_log_probs, by_entropy = (
+        nothing if leaf is None or leaf.grad is None else leaf.grad.to(torch.float64) for leaf in (log_probs, entropy)
     )
+    reduced, sizes = reduce_metrics(emitted)
+    return Outcome(reported, by_log_probs, by_entropy, reduced, without_graph, {"loss": size} | sizes)
 
 
 def _as_sent(
@@ -301,20 +293,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {'jagged ' if value.is_nested else ''}tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _contribution(loss: Tensor, cut: Cut, ranks: int, tokens: int) -> Tensor:
-    """This micro-batch's part of what the optimizer's gradient is the gradient of."""
-    if cut.engine == "megatron":
-        return loss * cut.micro_batches / cut.micro_batches / ranks
-    if cut.engine == "megatron per token":
-        return (loss * tokens / ranks) / tokens
-    return loss / ranks
-
-
-def _gradient(leaf: Tensor | None, like: Tensor | None = None) -> Tensor:
-    if leaf is None or leaf.grad is None:
-        reference = leaf if leaf is not None else like
-        assert reference is not None
-        return torch.zeros_like(reference, dtype=torch.float64).detach()
-    return leaf.grad.to(torch.float64)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -41,8 +41,11 @@ class Layer:
         picked = torch.cat([values, values.new_full((1, *values.shape[1:]), elsewhere)])[self.index]
         if self.offsets is None:
             return picked
-        # A tensor of its own: jagged tensors that an engine made apart do not combine either.
-        return _jagged(picked, self.offsets, self.bounds)
+        shortest, longest = self.bounds or (None, None)
+        # Offsets of its own: jagged tensors that an engine made apart do not combine either.
+        return torch.nested.nested_tensor_from_jagged(
+            picked, offsets=self.offsets.clone(), min_seqlen=shortest, max_seqlen=longest
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +97,11 @@ class EngineMicroBatch:
 
 
 def build(
-    batch: MiniBatch, rows: Sequence[int], layout: Layout = "nested", width: int | None = None
+    batch: MiniBatch,
+    rows: Sequence[int],
+    layout: Layout = "nested",
+    width: int | None = None,
+    memory: dict[Any, Any] | None = None,
 ) -> EngineMicroBatch:
     """One micro-batch, in any layout: of all rows, what a trainer hands to the engine as the mini-batch.
 
@@ -103,6 +110,7 @@ def build(
         rows: Its sequences.
         layout: ``nested`` (verl v1), ``padded`` (verl v0) or ``packed`` (dense rows with ``segment_ids``).
         width: Padded width of responses or packed rows.
+        memory: What was made stays here, and is made no second time; for losses that leave their input as it is.
 
     Example:
         >>> from trinity_loss.invariance import make_mini_batch
@@ -113,24 +121,7 @@ def build(
         >>> list(data["responses"].shape), model_output["log_probs"].is_nested
         ([3, 25], True)
     """
-    return _build(batch, tuple(rows), layout, width, {})
-
-
-def remembering() -> Callable[[MiniBatch, Sequence[int], Layout, int | None], EngineMicroBatch]:
-    """A :func:`build` that makes no tensor twice, for losses that leave their input as it is."""
-    memory: dict[Any, Any] = {}
-
-    def remember(
-        batch: MiniBatch, rows: Sequence[int], layout: Layout = "nested", width: int | None = None
-    ) -> EngineMicroBatch:
-        return _build(batch, tuple(rows), layout, width, memory)
-
-    return remember
-
-
-def _build(
-    batch: MiniBatch, rows: tuple[int, ...], layout: Layout, width: int | None, memory: dict[Any, Any]
-) -> EngineMicroBatch:
+    rows, memory = tuple(rows), {} if memory is None else memory
     key = (id(batch.prompt_lengths), id(batch.response_mask), id(batch.uids), rows, layout, width)
     if key not in memory:
         make = {"packed": _packed, "nested": _nested, "padded": _padded}[layout]
@@ -148,17 +139,17 @@ def _build(
             memory[key, id(values)] = (response.lay_out(values, _padding(values)), values)
         fields[name] = memory[key, id(values)][0]
     fields["loss_mask"] = fields["response_mask"] if batch.loss_mask is None else response.lay_out(batch.loss_mask)
+    num_rows, counted = len(rows), frozenset(batch.counts_per_sequence)
     if layout == "packed":
-        num_rows, counted = len(fields["segment_ids"]), frozenset(batch.counts_per_sequence)
-        return EngineMicroBatch(fields, model, num_rows, counted, outputs, batch.constants)
-    index = torch.tensor(rows)
-    for name, values in {**batch.sequence_fields, **batch.counts_per_sequence}.items():
-        fields[name] = values[index]
-    if batch.uids is not None:
-        if (key, "uid") not in memory:
-            memory[key, "uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
-        fields["uid"] = memory[key, "uid"]
-    return EngineMicroBatch(fields, model, len(rows), frozenset(batch.counts_per_sequence), outputs, batch.constants)
+        num_rows = len(fields["segment_ids"])
+    else:
+        of_rows = {**batch.sequence_fields, **batch.counts_per_sequence}
+        fields |= {name: values[list(rows)] for name, values in of_rows.items()}
+        if batch.uids is not None:
+            if (key, "uid") not in memory:
+                memory[key, "uid"] = NonTensorStack(*(batch.uids[i] for i in rows))
+            fields["uid"] = memory[key, "uid"]
+    return EngineMicroBatch(fields, model, num_rows, counted, outputs, batch.constants)
 
 
 def _padding(values: Tensor) -> float:
@@ -174,27 +165,14 @@ def _tokens(batch: MiniBatch, i: int) -> Tensor:
 
 def _model_layer(batch: MiniBatch, rows: Sequence[int]) -> Layer:
     """Prompt and response of each sequence; a response token is predicted one place to the left of its own."""
-    nowhere = batch.num_tokens
-    pieces = []
-    for i in rows:
-        prompt = int(batch.prompt_lengths[i])
-        pieces += [torch.full((prompt - 1,), nowhere), _tokens(batch, i), torch.full((1,), nowhere)]
-    return Layer(torch.cat(pieces), _offsets(torch.tensor([a + b for a, b in _sizes(batch, rows)])))
-
-
-def _sizes(batch: MiniBatch, rows: Sequence[int]) -> list[tuple[int, int]]:
-    return [(int(batch.prompt_lengths[i]), batch.starts[i + 1] - batch.starts[i]) for i in rows]
+    pad = torch.nn.functional.pad
+    prompts = batch.prompt_lengths.tolist()
+    pieces = [pad(_tokens(batch, i), (prompts[i] - 1, 1), value=batch.num_tokens) for i in rows]
+    return Layer(torch.cat(pieces), _offsets(torch.tensor([len(piece) for piece in pieces])))
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def _jagged(values: Tensor, offsets: Tensor, bounds: tuple[int, int] | None) -> Tensor:
-    shortest, longest = bounds or (None, None)
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets=offsets.clone(), min_seqlen=shortest, max_seqlen=longest
-    )
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _bounds(lengths: Tensor) -> tuple[int, int]:
@@ -209,13 +187,14 @@ def _ids(batch: MiniBatch, rows: Sequence[int]) -> list[Tensor]:
     return [piece for i in rows for piece in pieces[2 * i : 2 * i + 2]]
 
 
-def _jagged_like(values: Tensor, lengths: Tensor) -> Tensor:
-    return _jagged(values, _offsets(lengths), _bounds(lengths))
+def _jagged(values: Tensor, lengths: Tensor) -> Tensor:
+    return Layer(torch.arange(len(values)), _offsets(lengths), _bounds(lengths)).lay_out(values)
 
 
-def _positions(lengths: Tensor) -> Tensor:
-    """0, 1, 2, … of each sequence, one after the other."""
-    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
+def _for_the_model(ids: list[Tensor]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in zip(ids[::2], ids[1::2], strict=True)])
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    return {"input_ids": _jagged(torch.cat(ids), lengths), "position_ids": _jagged(positions, lengths)}
 
 
 #: Fields that the layout alone decides, where response tokens stand in the others, and in the model output.
@@ -223,14 +202,11 @@ _Made = tuple[dict[str, Any], Layer, Layer]
 
 
 def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
-    index = torch.tensor(list(rows))
-    prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
+    prompts, responses = batch.prompt_lengths[list(rows)], batch.response_lengths[list(rows)]
     ids = _ids(batch, rows)
-    fields = {
-        "input_ids": _jagged_like(torch.cat(ids), prompts + responses),
-        "position_ids": _jagged_like(_positions(prompts + responses), prompts + responses),
-        "prompts": _jagged_like(torch.cat(ids[::2]), prompts),
-        "responses": _jagged_like(torch.cat(ids[1::2]), responses),
+    fields = _for_the_model(ids) | {
+        "prompts": _jagged(torch.cat(ids[::2]), prompts),
+        "responses": _jagged(torch.cat(ids[1::2]), responses),
     }
     tokens = torch.cat([_tokens(batch, i) for i in rows])
     return fields, Layer(tokens, _offsets(responses), _bounds(responses)), _model_layer(batch, rows)
@@ -238,8 +214,7 @@ def _nested(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
 
 def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     """What verl's ``left_right_2_no_padding`` makes of prompts padded on the left and responses on the right."""
-    index = torch.tensor(list(rows))
-    prompts, responses = batch.prompt_lengths[index], batch.response_lengths[index]
+    prompts, responses = batch.prompt_lengths[list(rows)], batch.response_lengths[list(rows)]
     left = int(batch.prompt_lengths.max()) + 1
     right = width or int(batch.response_lengths.max()) + 1
     position = torch.arange(left + right)
@@ -247,11 +222,9 @@ def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     starts = torch.tensor([batch.starts[i] for i in rows])
     column = torch.arange(right)
     places = torch.where(column < responses[:, None], starts[:, None] + column, batch.num_tokens)
-    ids = torch.cat(_ids(batch, rows))
-    rectangle = torch.zeros(real.shape, dtype=torch.int64).masked_scatter(real, ids)
-    fields = {
-        "input_ids": _jagged_like(ids, prompts + responses),
-        "position_ids": _jagged_like(_positions(prompts + responses), prompts + responses),
+    ids = _ids(batch, rows)
+    rectangle = torch.zeros(real.shape, dtype=torch.int64).masked_scatter(real, torch.cat(ids))
+    fields = _for_the_model(ids) | {
         "prompts": rectangle[:, :left].clone(),
         "responses": rectangle[:, left:].clone(),
         "attention_mask": real.long(),
@@ -264,34 +237,19 @@ def _padded(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
 
 def _packed(batch: MiniBatch, rows: Sequence[int], width: int | None) -> _Made:
     """Several sequences in a row, named by segment ids from 1; every row ends in padding."""
-    packs: list[list[int]] = []
-    queue, sizes = list(rows), cycle(_SEQUENCES_PER_ROW)
-    while queue:
-        size = next(sizes)
-        packs.append(queue[:size])
-        queue = queue[size:]
-    longest = max(sum(batch.starts[i + 1] - batch.starts[i] for i in pack) for pack in packs)
-    shape = (len(packs), max(width or 0, longest + 2))
-    places = torch.full(shape, batch.num_tokens)
-    segments, groups = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    counts = {name: torch.zeros(shape, dtype=torch.int64) for name in batch.counts_per_sequence}
-    spread = {
-        name: torch.zeros(shape, dtype=values.dtype)
-        for name, values in batch.sequence_fields.items()
-        if name == EXPERT_MASK
-    }
-    names = sorted(set(batch.uids)) if batch.uids is not None else []
-    for row, pack in enumerate(packs):
-        column = 0
-        for segment, i in enumerate(pack, start=1):
-            here = slice(column, column + batch.starts[i + 1] - batch.starts[i])
-            places[row, here] = _tokens(batch, i)
-            segments[row, here] = segment
-            for name, values in batch.counts_per_sequence.items():
-                counts[name][row, here] = values[i]
-            for name, of_rows in spread.items():
-                of_rows[row, here] = batch.sequence_fields[name][i]
-            groups[row, here] = 1 + (names.index(batch.uids[i]) if batch.uids is not None else i)
-            column = here.stop
-    fields = {"segment_ids": segments, "prompt_ids": groups, **counts, **spread}
-    return fields, Layer(places), Layer(places)
+    queue, sizes = iter(rows), cycle(_SEQUENCES_PER_ROW)
+    packs = list(iter(lambda: list(islice(queue, next(sizes))), []))
+    tokens = [torch.cat([_tokens(batch, i) for i in pack]) for pack in packs]
+    shape = (len(packs), max(width or 0, max(map(len, tokens)) + 2))
+    places, segments = torch.full(shape, batch.num_tokens), torch.zeros(shape, dtype=torch.int64)
+    for row, (pack, here) in enumerate(zip(packs, tokens, strict=True)):
+        places[row, : len(here)] = here
+        numbers = torch.arange(1, len(pack) + 1)
+        segments[row, : len(here)] = numbers.repeat_interleave(batch.response_lengths[pack])
+    layer = Layer(places)
+    names = sorted(set(batch.uids or ()))
+    prompts = range(batch.num_sequences) if batch.uids is None else map(names.index, batch.uids)
+    marks = {name: values for name, values in batch.sequence_fields.items() if name == EXPERT_MASK}
+    of_sequences = {"prompt_ids": torch.tensor([*prompts]) + 1, **batch.counts_per_sequence, **marks}
+    of_tokens = {name: v.repeat_interleave(batch.response_lengths) for name, v in of_sequences.items()}
+    return {"segment_ids": segments, **{name: layer.lay_out(v) for name, v in of_tokens.items()}}, layer, layer

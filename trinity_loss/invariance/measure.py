@@ -13,7 +13,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from trinity_loss.errors import BatchError
 from trinity_loss.invariance.cuts import ENGINE_LAYOUTS, Cut, Layout, even, whole
 from trinity_loss.invariance.engine import Builder, ContractError, LossFn, Outcome, run
-from trinity_loss.invariance.layouts import EngineMicroBatch, build, remembering
+from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.loss_config import LossConfig
@@ -69,7 +69,6 @@ class Subject:
         layouts: Layouts in which it may be called; the first one that works is the one of the whole.
         seed: Of the generators, for losses that draw.
         fresh: Makes the loss anew, as it was before it was ever called; None: a copy of it.
-        build: Makes micro-batches; for a loss that changes them, one that remembers none takes its place.
 
     Raises:
         Exception: What the loss raises on the whole mini-batch, where no layout works.
@@ -82,7 +81,6 @@ class Subject:
         layouts: tuple[Layout, ...],
         seed: int,
         fresh: Callable[[], LossFn] | None = None,
-        build: Builder | None = None,
     ) -> None:
         config = getattr(loss_fn, "config", None)
         if isinstance(config, LossConfig):  # As our training worker counts for it.
@@ -91,7 +89,7 @@ class Subject:
         self.loss_fn, self.batch, self.seed = loss_fn, batch, seed
         self._untouched = None if fresh is not None else _copied(loss_fn)
         self._fresh = fresh
-        self.build = build or remembering()
+        self.build: Builder = partial(build, memory={})
         self.worker = is_ours(loss_fn)
         self.skipped: list[tuple[str, str]] = []
         self._healthy: dict[Layout, Outcome] = {}

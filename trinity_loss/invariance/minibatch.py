@@ -6,16 +6,18 @@ sequence after the other. :mod:`trinity_loss.invariance.layouts` builds an engin
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import FieldShapeError, MissingFieldError
+from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import Rows, count_names, count_rows
 
@@ -79,22 +81,17 @@ class MiniBatch:
 
     def __post_init__(self) -> None:
         sequences, tokens = self.num_sequences, int(self.response_lengths.sum())
-        per_token = {
-            "response_mask": self.response_mask,
-            "log_probs": self.log_probs,
-            "entropy": self.entropy,
-            "loss_mask": self.loss_mask,
-            **self.token_fields,
-        }
-        for name, value in per_token.items():
-            if value is not None and value.shape != (tokens,):
-                raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected one per token, [{tokens}]")
         everything = tokens + int(self.prompt_lengths.sum())
-        if self.input_ids is not None and self.input_ids.shape != (everything,):
-            shape = list(self.input_ids.shape)
-            raise FieldShapeError(f"input_ids has shape {shape}; expected prompts and responses, [{everything}]")
-        per_sequence = {"prompt_lengths": self.prompt_lengths, **self.sequence_fields}
-        for name, value in per_sequence.items():
+        masks = {"response_mask": self.response_mask, "loss_mask": self.loss_mask}
+        for expected, size, values in (
+            (f"one per token, [{tokens}]", tokens, masks | self._of_tokens),
+            (f"prompts and responses, [{everything}]", everything, {"input_ids": self.input_ids}),
+            (f"one per sequence, [{sequences}]", sequences, {"prompt_lengths": self.prompt_lengths}),
+        ):
+            for name, value in values.items():
+                if value is not None and value.shape != (size,):
+                    raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected {expected}")
+        for name, value in self.sequence_fields.items():
             if value.shape[:1] != (sequences,):
                 raise FieldShapeError(f"{name} has shape {list(value.shape)}; expected one per sequence, [{sequences}]")
         if self.uids is not None and len(self.uids) != sequences:
@@ -180,21 +177,23 @@ class MiniBatch:
         calm = {"advantages": zero, "old_log_probs": self.log_probs.detach().clone()}
         return self.with_fields(**{name: value for name, value in calm.items() if name in self.token_fields})
 
+    @property
+    def _of_tokens(self) -> dict[str, Tensor]:
+        """All that is given per token, masks apart."""
+        named = {"log_probs": self.log_probs, "entropy": self.entropy, **self.token_fields}
+        return {name: values for name, values in named.items() if values is not None}
+
+    def _with(self, of_tokens: dict[str, Tensor], **others: Any) -> MiniBatch:
+        """With other values of :attr:`_of_tokens`, and other attributes."""
+        parts: dict[str, Any] = {name: of_tokens.pop(name, None) for name in ("log_probs", "entropy")}
+        return replace(self, token_fields=of_tokens, **parts | others)
+
     def with_masked_tokens_at(self, number: float, *names: str) -> MiniBatch:
         """That number wherever the mask is 0, in the fields named (``log_probs``, ``entropy`` or a token field),
         or in all."""
-
-        def poison(name: str, values: Tensor | None) -> Tensor | None:
-            if values is None or not values.is_floating_point() or (names and name not in names):
-                return values
-            return values.masked_fill(self.response_mask == 0, number)
-
-        log_probs = poison("log_probs", self.log_probs)
-        assert log_probs is not None
-        poisoned = {name: poison(name, values) for name, values in self.token_fields.items()}
-        return replace(
-            self, log_probs=log_probs, entropy=poison("entropy", self.entropy), token_fields=_present(poisoned)
-        )
+        chosen = {n: v for n, v in self._of_tokens.items() if v.is_floating_point() and (not names or n in names)}
+        poisoned = {name: values.masked_fill(self.response_mask == 0, number) for name, values in chosen.items()}
+        return self._with(self._of_tokens | poisoned)
 
     def with_other_content(self, scale: float, *rows: int) -> MiniBatch:
         """Values times ``scale`` in these sequences, in every field of numbers; masks and lengths stay. Below 0,
@@ -202,68 +201,61 @@ class MiniBatch:
         here = torch.zeros(self.num_tokens, dtype=torch.bool)
         for i in rows:
             here[self.starts[i] : self.starts[i + 1]] = True
-
-        def change(values: Tensor | None) -> Tensor | None:
-            if values is None or not values.is_floating_point():
-                return values
-            # On the same side of 0: log-probs stay negative, weights positive.
-            return torch.where(here, scale * values + 0.2 * values.sign(), values)
-
         if scale < 0:
             old = self.token_fields.get("advantages", torch.zeros_like(self.log_probs))
             return self.with_fields(advantages=torch.where(here, -scale * old.abs(), old))
-        log_probs = change(self.log_probs)
-        assert log_probs is not None
-        changed = {name: change(values) for name, values in self.token_fields.items()}
-        return replace(self, log_probs=log_probs, entropy=change(self.entropy), token_fields=_present(changed))
+        numbers = {name: values for name, values in self._of_tokens.items() if values.is_floating_point()}
+        # On the same side of 0: log-probs stay negative, weights positive.
+        other = {name: torch.where(here, scale * v + 0.2 * v.sign(), v) for name, v in numbers.items()}
+        return self._with(self._of_tokens | other)
 
     def with_masked_sequences(self, *lengths: int) -> MiniBatch:
         """Appends fully masked sequences of these lengths, copies of the first tokens; the totals stay."""
         donors = [torch.arange(length) % self.num_tokens for length in lengths]
         index = torch.cat([torch.arange(self.num_tokens), *donors])
-        rows = torch.tensor([*range(self.num_sequences), *(0 for _ in lengths)])
-
-        def extend(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index]
-
-        masked = self.response_mask[index].clone()
-        masked[self.num_tokens :] = 0
+        rows = [*range(self.num_sequences), *(0 for _ in lengths)]
         uids = self.uids or [str(i) for i in range(self.num_sequences)]
-        return replace(
-            self,
-            prompt_lengths=self.prompt_lengths[rows],
-            response_lengths=torch.cat([self.response_lengths, torch.tensor(lengths, dtype=torch.int64)]),
-            response_mask=masked,
-            log_probs=self.log_probs[index],
-            entropy=extend(self.entropy),
-            token_fields=_present({name: extend(values) for name, values in self.token_fields.items()}),
-            sequence_fields={name: values[rows] for name, values in self.sequence_fields.items()},
+        return self.picked(
+            torch.cat([self.response_lengths, torch.tensor(lengths, dtype=torch.int64)]),
+            index,
+            rows,
+            response_mask=self.response_mask[index].index_fill(0, torch.arange(self.num_tokens, len(index)), 0),
             loss_mask=None,
-            uids=[uids[i] for i in rows.tolist()],
+            uids=[uids[i] for i in rows],
             totals=self.all_totals,
-            cut=None,
-            input_ids=None,
         )
+
+    def picked(self, lengths: Tensor, tokens: Tensor, rows: list[int], **others: Any) -> MiniBatch:
+        """Sequences of tokens of this mini-batch, without cut and input ids.
+
+        Args:
+            lengths: int64 [S'], of the responses.
+            tokens: int64 [N'], which ones, one sequence after the other.
+            rows: [S'], which sequence has its prompt and its fields.
+            **others: Attributes that are others altogether.
+        """
+        others = {
+            "prompt_lengths": self.prompt_lengths[rows],
+            "response_lengths": lengths,
+            "response_mask": self.response_mask[tokens],
+            "sequence_fields": {name: values[rows] for name, values in self.sequence_fields.items()},
+            "loss_mask": None if self.loss_mask is None else self.loss_mask[tokens],
+            "uids": None if self.uids is None else [self.uids[i] for i in rows],
+            **dict.fromkeys(("cut", "input_ids")),
+            **others,
+        }
+        return self._with({name: values[tokens] for name, values in self._of_tokens.items()}, **others)
 
     def to(self, dtype: torch.dtype) -> MiniBatch:
         """The same mini-batch with its floating-point tensors in another type."""
 
-        tensors = (self.log_probs, self.entropy, *self.token_fields.values(), *self.sequence_fields.values())
-        if all(t is None or t.dtype == dtype or not t.is_floating_point() for t in tensors):
+        def cast(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: v.to(dtype) if v.is_floating_point() else v for name, v in fields.items()}
+
+        everything = [*self._of_tokens.values(), *self.sequence_fields.values()]
+        if all(values.dtype == dtype for values in everything if values.is_floating_point()):
             return self
-
-        def cast(values: Tensor | None) -> Tensor | None:
-            return values.to(dtype) if values is not None and values.is_floating_point() else values
-
-        log_probs = cast(self.log_probs)
-        assert log_probs is not None
-        return replace(
-            self,
-            log_probs=log_probs,
-            entropy=cast(self.entropy),
-            token_fields=_present({name: cast(values) for name, values in self.token_fields.items()}),
-            sequence_fields=_present({name: cast(values) for name, values in self.sequence_fields.items()}),
-        )
+        return self._with(cast(self._of_tokens), sequence_fields=cast(self.sequence_fields))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, one key per attribute: what ``torch.save`` writes for ``--batch``."""
@@ -292,20 +284,25 @@ class MiniBatch:
         return cls(**plain)
 
 
-def _present(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def load_mini_batch(path: str) -> MiniBatch:
     """Reads a file that ``torch.save(batch.to_dict(), path)`` wrote; nothing in it is executed.
 
     Raises:
-        MissingFieldError: The file holds something else.
+        ConfigError: The file is damaged.
+        MissingFieldError: It holds something else.
         OSError: It cannot be read.
     """
-    plain = torch.load(path, map_location="cpu", weights_only=True)
+    return MiniBatch.from_dict(load_plain(path))
+
+
+def load_plain(path: str | Path) -> dict[str, Any]:
+    """The dictionary in a file, as :func:`load_mini_batch` reads it."""
+    try:
+        plain = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        said = str(error).partition(". ")[0]
+        raise ConfigError(f"{path} cannot be read: {said}; expected what torch.save of plain data wrote") from error
     if not isinstance(plain, Mapping):
-        raise MissingFieldError(
-            f"{path} holds a {type(plain).__name__}; expected the dictionary of MiniBatch.to_dict()"
-        )
-    return MiniBatch.from_dict(plain)
+        kind = type(plain).__name__
+        raise MissingFieldError(f"{path} holds a {kind}; expected the dictionary of MiniBatch.to_dict()")
+    return dict(plain)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trinity_loss.errors import ConfigError, MissingFieldError
-from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.invariance.minibatch import MiniBatch, load_plain
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.recorder import concatenate
 
@@ -49,30 +46,16 @@ def recorded_config(path: str | Path) -> LossConfig:
     return LossConfig(**json.loads(provenance["config"]))
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The plain data of a file; nothing in it is executed."""
-    try:
-        plain = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        said = str(error).partition(". ")[0]
-        raise ConfigError(f"{path} cannot be read: {said}; expected what torch.save of plain data wrote") from error
-    if not isinstance(plain, Mapping):
-        raise MissingFieldError(
-            f"{path} holds a {type(plain).__name__}; expected the dictionary of MiniBatch.to_dict()"
-        )
-    return dict(plain)
-
-
 def _parts_at(path: Path) -> list[dict[str, Any]]:
     """The parts of a mini-batch in the order of their ranks: all of them, and no others."""
     if path.is_dir():
         files = {int(m[1]): file for file in path.iterdir() if (m := _FILE.fullmatch(file.name))}
         if not files:
             raise MissingFieldError(f"{path} holds no rank-0.pt; expected the folder of a recorded mini-batch")
-        parts = {rank: _load(file) for rank, file in sorted(files.items())}
+        parts = {rank: load_plain(file) for rank, file in sorted(files.items())}
         _check_together(path, {rank: _origin(part) for rank, part in parts.items()})
         return list(parts.values())
-    part = _load(path)
+    part = load_plain(path)
     ranks = (part.get("provenance") or {}).get("ranks", 1)
     if ranks > 1:
         raise ConfigError(
