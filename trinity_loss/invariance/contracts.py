@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ class Contract:
         name: As ``--contract`` takes it.
         takes: The call, for a reader.
         adds: What the engine makes of the pieces, for a reader.
-        call: Calls a loss on a piece; returns the scalar and its metrics.
+        call: Calls what ``bind`` made on a piece; returns the scalar and its metrics.
         weight: What the engine multiplies the scalar by, given the piece, its count and the sum of all counts, where
             gradients are added over a rank's pieces and averaged over ranks.
         count: What the engine counts of a piece before it runs any, given the weight function; None: nothing.
@@ -65,8 +66,8 @@ class Contract:
     name: str
     takes: str
     adds: str
-    call: Callable[[Callable[..., Any], Piece], tuple[Any, Any]]
-    weight: Callable[[Piece, float, float], float]
+    call: Callable[[Callable[..., Any], Piece], tuple[Any, Any]] = lambda loss_fn, piece: loss_fn(piece)
+    weight: Callable[[Piece, float, float], float] = lambda piece, count, total: 1.0
     count: Callable[[Callable[..., Any], Piece], float] | None = None
     bind: Callable[[Any], Callable[..., Any]] = lambda loss_fn: loss_fn
     layouts: tuple[Layout, ...] = ENGINE_LAYOUTS
@@ -153,18 +154,6 @@ def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
     return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}
 
 
-def _pair(result: Any) -> tuple[Any, Any]:
-    """Loss and metrics of what may be the loss alone."""
-    return (result, {}) if isinstance(result, Tensor) else result
-
-
-# verl
-
-
-def _verl(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
-    raise AssertionError("a loss of verl's contract is called as it is")
-
-
 # Trinity-RFT
 
 _OF_TRINITY = {
@@ -180,31 +169,31 @@ _OF_TRINITY = {
 def _trinity(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
     offered = {theirs: piece.rectangle(name) for theirs, name in _OF_TRINITY.items() if piece.has(name)}
     offered["action_mask"] = piece.rectangle("response_mask").bool()
-    result: tuple[Any, Any] = loss_fn(**_accepted(loss_fn, offered))
-    return result
+    return loss_fn(**_accepted(loss_fn, offered))
 
 
 # AReaL
 
 
 def _areal_input(piece: Piece) -> dict[str, Any]:
-    lengths = torch.tensor([p + n for p, n in zip(piece.prompts, piece.lengths, strict=True)])
     data = {name: piece.packed(name) for name in piece.names if name not in ("log_probs", "entropy")}
+    starts = torch.nn.functional.pad(piece.sizes.cumsum(0), (1, 0))
     return data | {
         "logprobs": data["rollout_log_probs"],
         "prox_logp": data["old_log_probs"],
         "ref_logp": data["ref_log_prob"],
         "loss_mask": data["response_mask"],
-        "input_ids": torch.full((int(lengths.sum()),), LABEL),
-        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32),
-        "max_seqlen": int(lengths.max()),
+        "input_ids": torch.full((int(starts[-1]),), LABEL),
+        "cu_seqlens": starts.to(torch.int32),
+        "max_seqlen": int(piece.sizes.max()),
     }
 
 
 def _areal(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
     log_probs, entropy = piece.packed("log_probs"), piece.packed("entropy")
     limits = {f"vocab_{which}_logits": torch.zeros_like(log_probs).detach() for which in ("min", "max")}
-    return _pair(loss_fn(log_probs, entropy, _areal_input(piece), **_accepted(loss_fn, limits)))
+    result = loss_fn(log_probs, entropy, _areal_input(piece), **_accepted(loss_fn, limits))
+    return (result, {}) if isinstance(result, Tensor) else result
 
 
 def _valid_tokens(data: Mapping[str, Any]) -> Any:
@@ -215,31 +204,27 @@ def _valid_tokens(data: Mapping[str, Any]) -> Any:
 # NeMo-RL
 
 
+_OF_NEMO = {
+    "advantages": "advantages",
+    "prev_logprobs": "old_log_probs",
+    "generation_logprobs": "rollout_log_probs",
+    "reference_policy_logprobs": "ref_log_prob",
+    "token_mask": "response_mask",
+}
+
+
 def _nemo(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
-    width = max(piece.prompts) + piece.width
-    fields = {
-        "advantages": "advantages",
-        "prev_logprobs": "old_log_probs",
-        "generation_logprobs": "rollout_log_probs",
-        "reference_policy_logprobs": "ref_log_prob",
-        "token_mask": "response_mask",
-    }
-    at_prompt = {theirs: piece.rectangle(name, lambda prompt: prompt, width) for theirs, name in fields.items()}
-    rows = len(piece.lengths)
-    lengths = [p + n for p, n in zip(piece.prompts, piece.lengths, strict=True)]
-    data = at_prompt | {
-        "sample_mask": torch.ones(rows, dtype=at_prompt["advantages"].dtype),
-        "token_mask": at_prompt["token_mask"].to(at_prompt["advantages"].dtype),
-        "input_ids": torch.full((rows, width), LABEL),
-        "input_lengths": torch.tensor(lengths),
-    }
-    result: tuple[Any, Any] = loss_fn(
+    width, rows = max(piece.prompts) + piece.width, len(piece.lengths)
+    data = {theirs: piece.rectangle(name, lambda prompt: prompt, width) for theirs, name in _OF_NEMO.items()}
+    data["token_mask"] = data["token_mask"].to(data["advantages"].dtype)
+    data |= {"sample_mask": torch.ones(rows, dtype=data["advantages"].dtype), "input_lengths": piece.sizes}
+    data["input_ids"] = torch.full((rows, width), LABEL)
+    return loss_fn(
         next_token_logprobs=piece.rectangle("log_probs", lambda prompt: prompt - 1, width - 1),
         data=data,
         global_valid_seqs=torch.tensor(float(piece.totals["global_batch_size"])),
         global_valid_toks=torch.tensor(float(piece.totals["batch_num_tokens"])),
     )
-    return result
 
 
 # slime and Miles
@@ -256,7 +241,7 @@ _OF_SLIME = {
 def _slime(per_token: bool) -> Callable[[Callable[..., Any], Piece], tuple[Any, Any]]:
     def call(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
         masks = piece.rows("response_mask")
-        lengths = [p + n for p, n in zip(piece.prompts, piece.lengths, strict=True)]
+        lengths = piece.sizes.tolist()
         tokens = [torch.full((length,), LABEL) for length in lengths]
         batch: dict[str, Any] = {theirs: piece.rows(name) for theirs, name in _OF_SLIME.items()}
         batch |= {"unconcat_tokens": tokens, "tokens": torch.cat(tokens)[None], "returns": batch["advantages"]}
@@ -289,10 +274,6 @@ def _counted_as_megatron(_: Callable[..., Any], piece: Piece) -> float:
 # TRL
 
 
-def _trl(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
-    return loss_fn(piece)
-
-
 def _bind_trl(loss_fn: Any) -> Callable[[Piece], tuple[Any, Any]]:
     """A function that ``compute_loss_func`` takes, or a trainer with a ``_compute_loss`` of its own."""
     if isinstance(loss_fn, type) or isinstance(getattr(loss_fn, "func", None), type):
@@ -303,24 +284,18 @@ def _bind_trl(loss_fn: Any) -> Callable[[Piece], tuple[Any, Any]]:
         raise ConfigError(
             "--contract trl takes a subclass of GRPOTrainer, or a function of (outputs, labels, num_items_in_batch)"
         )
-    return _ComputeLossFunc(loss_fn)
+    return partial(_compute_loss_func, loss_fn)
 
 
-@dataclass(frozen=True)
-class _ComputeLossFunc:
+def _compute_loss_func(loss_fn: Callable[..., Any], piece: Piece) -> tuple[Any, Any]:
     """``compute_loss_func`` of a transformers trainer, which multiplies by the processes afterwards."""
-
-    loss_fn: Callable[..., Any]
-
-    def __call__(self, piece: Piece) -> tuple[Any, Any]:
-        width = max(piece.prompts) + piece.width
-        labels = torch.where(piece.rectangle("response_mask", lambda prompt: prompt, width) > 0, LABEL, -100)
-        lengths = [p + n for p, n in zip(piece.prompts, piece.lengths, strict=True)]
-        rows = piece.logits.split(lengths)
-        logits = torch.nn.utils.rnn.pad_sequence([*rows, rows[0].new_zeros(width, 2)], batch_first=True)[:-1]
-        items = torch.tensor(piece.totals["batch_num_tokens"])
-        loss = self.loss_fn(SimpleNamespace(logits=logits), labels, num_items_in_batch=items)
-        return (loss * piece.totals["dp_size"] if isinstance(loss, Tensor) else loss), {}
+    width = max(piece.prompts) + piece.width
+    labels = torch.where(piece.rectangle("response_mask", lambda prompt: prompt, width) > 0, LABEL, -100)
+    rows = piece.logits.split(piece.sizes.tolist())
+    logits = torch.nn.utils.rnn.pad_sequence([*rows, rows[0].new_zeros(width, 2)], batch_first=True)[:-1]
+    items = torch.tensor(piece.totals["batch_num_tokens"])
+    loss = loss_fn(SimpleNamespace(logits=logits), labels, num_items_in_batch=items)
+    return (loss * piece.totals["dp_size"] if isinstance(loss, Tensor) else loss), {}
 
 
 # prime-rl
@@ -354,8 +329,6 @@ CONTRACTS = {
             "loss(model_output=, data=, dp_group=) → scalar, metrics",
             "added over micro-batches, averaged over ranks; the loss divides by batch_num_tokens or global_batch_size "
             "and multiplies by dp_size",
-            _verl,
-            lambda piece, count, total: 1.0,
             layouts=("nested", "padded", "packed"),
             engines=_OF_VERL,
             changes={
@@ -373,7 +346,6 @@ CONTRACTS = {
             "loss(logprob=, old_logprob=, action_mask=, advantages=, …) → scalar, metrics",
             "added over micro-batches, averaged over ranks, without a weight (Trinity-RFT 0.6.0 with verl's engine)",
             _trinity,
-            lambda piece, count, total: 1.0,
             engines=_OF_VERL,
             changes={
                 "local mean": "nothing in the loss: Trinity-RFT hands it no count of the mini-batch; "
@@ -443,8 +415,6 @@ CONTRACTS = {
             "trl",
             "compute_loss_func(outputs, labels, num_items_in_batch) → scalar, or a GRPOTrainer's _compute_loss",
             "added over accumulation steps, averaged over processes; compute_loss_func is multiplied by the processes",
-            _trl,
-            lambda piece, count, total: 1.0,
             bind=_bind_trl,
             layouts=("padded",),
             equal_rows=True,

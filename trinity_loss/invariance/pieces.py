@@ -27,6 +27,7 @@ class Piece:
     Attributes:
         lengths: Response tokens of each sequence.
         prompts: Prompt tokens of each sequence.
+        sizes: Tokens of each sequence, int64 [rows].
         width: Columns of a rectangle: the longest response here, or as the padded layout has it.
         totals: ``batch_num_tokens``, ``global_batch_size``, ``dp_size`` and what else is known of the mini-batch.
 
@@ -50,6 +51,7 @@ class Piece:
             real = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
             self.prompts, self.lengths = (part.sum(1).tolist() for part in real)
             self.width = responses.shape[1]
+        self.sizes = torch.tensor(self.prompts) + torch.tensor(self.lengths)
         self.totals = {name: value for name in self._names if isinstance(value := data[name], int | float)}
 
     @cached_property
