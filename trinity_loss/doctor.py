@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from trinity_loss.audit_forecast import forecast
 from trinity_loss.kept_twice import option_traps
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.tables import print_table
+from trinity_loss.verl.compat import installed
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -74,7 +75,7 @@ def look(
     worker_class, goes_around, could_go_around = _worker_classes()
     variables = (_ALLOW_LIST, _MODULES, "VERL_PLATFORM")
     return Process(
-        versions={name: found for name in PACKAGES if (found := _version(name)) is not None},
+        versions=installed(*PACKAGES),
         entry_point=_entry_point(),
         loss=loss,
         ours=ours,
@@ -84,13 +85,6 @@ def look(
         could_go_around=could_go_around,
         environment={name: os.environ[name] for name in variables if name in os.environ},
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _allowed() -> bool:
@@ -176,8 +170,7 @@ def look_in_ray_worker(*configuration: Any) -> Process:
     try:
         # By value: what runs there must not depend on how this module was found here.
         remote = ray.remote(num_cpus=1)(look)
-        seen: Process = ray.get(remote.remote(*configuration))
-        return seen
+        return ray.get(remote.remote(*configuration))
     finally:
         ray.shutdown()
 

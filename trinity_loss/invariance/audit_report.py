@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.invariance.audit_verdict import VERDICTS, apart, cuts_of, judge, noise_of, off, percent, worst_metric
+from trinity_loss.invariance.audit_verdict import VERDICTS, apart, cuts_of, judge, percent, worst_metric
 from trinity_loss.invariance.check import check_invariance
 from trinity_loss.invariance.recorded import join_ranks
 from trinity_loss.tables import plain_table
 from trinity_loss.verl.agreement import without_places
+from trinity_loss.verl.compat import installed
+from trinity_loss.verl.gradients import noise, off
 
 _PACKAGES = (
     "trinity-loss",
@@ -68,7 +68,7 @@ class AuditReport:
     @property
     def worst(self) -> dict[str, Any]:
         """The pass whose gradient is furthest off; the first where there is no other."""
-        return max(self.cuts, key=lambda run: off(run), default=self.found["runs"][0])
+        return max(self.cuts, key=off, default=self.found["runs"][0])
 
     def metrics(self) -> dict[str, float]:
         """The ``audit/…`` metrics of verl's log."""
@@ -79,7 +79,7 @@ class AuditReport:
             "audit/gradient_off": off(worst),
             "audit/gradient_norm_ratio": worst["gradient"]["all"]["ratio"],
             "audit/gradient_cosine": worst["gradient"]["all"]["cosine"],
-            "audit/noise": noise_of(self.found),
+            "audit/noise": noise(self.found["runs"]),
             "audit/log_probs_off": max((off(run, "log_probs") for run in runs), default=0.0),
             "audit/loss_gradient_off": max((off(run, "loss gradient") for run in runs), default=0.0),
             "audit/loss_off": max((apart(run["loss"], first["loss"]) for run in runs), default=0.0),
@@ -227,7 +227,7 @@ def explain(
         modules: The model, to name what draws random numbers.
         engine_config: verl's configuration of the engine.
     """
-    found["layout"], found["versions"] = _layout(engine_config), _versions()
+    found["layout"], found["versions"] = _layout(engine_config), installed(*_PACKAGES)
     found["replay"] = _replay(loss_fn, parts)
     found["random"] = draws_random(modules)
     found["verdict"], found["sentence"] = judge(found)
@@ -264,14 +264,6 @@ def _layout(config: Any) -> dict[str, Any]:
     # True equals 1, which is what no parallel size has to be named for.
     told: dict[str, Any] = {name: v for name, v in found.items() if v is True or v not in (None, False, {}, 1)}
     return {name: dict(v) if hasattr(v, "items") else v for name, v in told.items()}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _replay(loss_fn: Callable[..., Any], parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trinity_loss.verl.gradients import noise, off
+
 #: What a verdict may say, in the order of the number in ``audit/fault``.
 VERDICTS = ("faultless", "loss", "model", "engine")
 _FINER = 10  # How much smaller a deviation of log-probs is that tells of a cause where the gradient is off.
@@ -20,35 +22,30 @@ def judge(found: dict[str, Any]) -> tuple[str, str]:
         found: What the audit measured, with ``replay``, whether the loss by itself depends on the cut, and ``random``,
             what draws random numbers.
     """
-    tolerance, noise = found["tolerance"], noise_of(found)
-    first, cuts = found["runs"][0], cuts_of(found)
-    repeat = next((run for run in cuts if run["name"] == "repeat"), None)
+    tolerance, first, cuts = found["tolerance"], found["runs"][0], cuts_of(found)
 
     def beyond(name: str, tolerance: float = tolerance) -> list[dict[str, Any]]:
-        limit = max(tolerance, 3 * (0.0 if repeat is None else off(repeat, name)))
+        limit = max(tolerance, 3 * noise(cuts, name))
         return sorted((run for run in cuts if off(run, name) > limit), key=lambda run: -off(run, name))
 
-    unread = _not_finite(first)
-    if unread is not None:
+    if unread := _not_finite(first):
         return unread
     if not found["replay"]["ok"]:
         return "loss", f"the loss: {found['replay']['sentence']}"
-    if repeat is not None and off(repeat, "log_probs") > tolerance:
-        return "model", _of_randomness(found, repeat, tolerance)
+    if noise(cuts, "log_probs") > tolerance:
+        return "model", _of_randomness(found)
     # A gradient is more sensitive than the log-probs that it comes from.
     strange = beyond("log_probs", tolerance / _FINER) if beyond("all") else beyond("log_probs")
     if strange:
-        return "model", _of_model(found, strange[0], tolerance)
-    alone = beyond("loss gradient")
-    if alone:
+        return "model", _of_model(found, strange[0])
+    if alone := beyond("loss gradient"):
         deviation = percent(off(alone[0], "loss gradient"))
         return "loss", (
             f"the loss: at {alone[0]['name']} its gradient by the log-probs is {deviation} off, though the model gave "
             "the same log-probs"
         )
     halves = max(run["gradient"]["all"]["halves"] for run in (first, *cuts)) if found["dtype"] == "float32" else 0.0
-    odd = beyond("all")
-    if odd:
+    if odd := beyond("all"):
         return "engine", _of_engine(found, odd, halves)
     if halves > _HALVES:
         return "engine", _reduced_in_halves(halves)
@@ -63,7 +60,8 @@ def judge(found: dict[str, Any]) -> tuple[str, str]:
             f"loss and engine; the loss tried by itself: {found['replay']['sentence']}"
         )
     largest = max((off(run) for run in cuts), default=0.0)
-    level = "as far as the repeated pass, which is noise" if noise and largest <= 3 * noise else "which is rounding"
+    again = noise(cuts)
+    level = "as far as the repeated pass, which is noise" if again and largest <= 3 * again else "which is rounding"
     return "faultless", (
         f"loss, model and engine give the same gradient in all {len(cuts)} passes; the largest deviation is "
         f"{percent(largest)}, {level} ({found['dtype']})"
@@ -90,10 +88,10 @@ def _not_finite(first: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _of_randomness(found: dict[str, Any], repeat: dict[str, Any], tolerance: float) -> str:
+def _of_randomness(found: dict[str, Any]) -> str:
     again = next((run for run in found["runs"] if run["name"] == "same random numbers"), None)
-    change = percent(off(repeat, "log_probs"))
-    if again is not None and off(again, "log_probs") <= tolerance:
+    change = percent(noise(found["runs"], "log_probs"))
+    if again is not None and off(again, "log_probs") <= found["tolerance"]:
         source = f" ({', '.join(found['random'])})" if found["random"] else ""
         return (
             f"the model: its log-probs change by {change} when the same mini-batch is computed again, and not when the "
@@ -102,7 +100,7 @@ def _of_randomness(found: dict[str, Any], repeat: dict[str, Any], tolerance: flo
     return f"the model: its log-probs change by {change} when the same mini-batch is computed again, whatever is random"
 
 
-def _of_model(found: dict[str, Any], run: dict[str, Any], tolerance: float) -> str:
+def _of_model(found: dict[str, Any], run: dict[str, Any]) -> str:
     text = f"the model: its log-probs are {percent(off(run, 'log_probs'))} off at {run['name']}"
     unbounded = next((r for r in found["runs"] if r["against"] == "no expert capacity"), None)
     if unbounded is not None and off(unbounded, "log_probs") < off(run, "log_probs") / _FINER:
@@ -111,7 +109,7 @@ def _of_model(found: dict[str, Any], run: dict[str, Any], tolerance: float) -> s
             "the others in its micro-batch"
         )
     both = [r for r in found["runs"][1:] if {"first in a row", "behind others"} <= set(r["tokens"])]
-    if any(off(r, "first in a row") <= tolerance < off(r, "behind others") for r in both):
+    if any(off(r, "first in a row") <= found["tolerance"] < off(r, "behind others") for r in both):
         return (
             f"{text}; sequences that stand first in a micro-batch keep theirs and those behind them do not: attention "
             "leaks between packed sequences"
@@ -151,17 +149,6 @@ def _reduced_in_halves(share: float) -> str:
     )
 
 
-def off(run: dict[str, Any], name: str = "all") -> float:
-    """Relative deviation of a pass: of the whole gradient, or of what the model or the loss gave by its name."""
-    found = run["gradient" if name == "all" else "tokens"].get(name)
-    return 0.0 if found is None else math.inf if math.isnan(found["error"]) else float(found["error"])
-
-
-def noise_of(found: dict[str, Any]) -> float:
-    """Relative deviation of the gradient when the same is computed again."""
-    return next((off(run) for run in found["runs"] if run["name"] == "repeat"), 0.0)
-
-
 def apart(value: float, reference: float) -> float:
     """Relative difference of two numbers."""
     return abs(value - reference) / max(abs(value), abs(reference)) if value != reference else 0.0
@@ -169,24 +156,18 @@ def apart(value: float, reference: float) -> float:
 
 def worst_metric(run: dict[str, Any], first: dict[str, Any]) -> tuple[float, str]:
     """How far the metric is off that is furthest off, and which it is."""
-    numbers = {
-        name: v for name, v in run["metrics"].items() if name in first["metrics"] and "micro_batches" not in name
+    pairs = {
+        name: (value, first["metrics"][name])
+        for name, value in run["metrics"].items()
+        if name in first["metrics"] and "micro_batches" not in name
     }
     # What is next to nothing, as the KL divergence from a policy to itself, is rounding.
-    floored = {name: (value, first["metrics"][name]) for name, value in numbers.items()}
-    return max(
-        ((abs(a - b) / max(abs(a), abs(b), _NOTHING), name) for name, (a, b) in floored.items()), default=(0.0, "")
-    )
+    apart = ((abs(a - b) / max(abs(a), abs(b), _NOTHING), name) for name, (a, b) in pairs.items())
+    return max(apart, default=(0.0, ""))
 
 
 def percent(error: float) -> str:
     """A relative deviation, readable."""
-    return (
-        "not finite"
-        if not math.isfinite(error)
-        else "0"
-        if not error
-        else f"{error:.0e}"
-        if error < 1e-3
-        else f"{error:.2%}"
-    )
+    if not math.isfinite(error):
+        return "not finite"
+    return f"{error:.2%}" if error >= 1e-3 else f"{error:.0e}" if error else "0"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
@@ -28,11 +28,11 @@ from verl.utils.metric import Metric, reduce_metrics
 
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.verl.agreement import Agreement, StageFailed, said
-from trinity_loss.verl.audit_experiments import error_of, experiment
+from trinity_loss.verl.audit_experiments import experiment
 from trinity_loss.verl.audit_passes import Pass, plan, shape_of
 from trinity_loss.verl.audit_room import check_room, free_host_memory
 from trinity_loss.verl.audit_settings import AuditSettings
-from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares, joined
+from trinity_loss.verl.gradients import Comparison, Distance, gradient_shares, joined, noise, off
 from trinity_loss.verl.kept_state import as_it_was, modules_of
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
 from trinity_loss.verl.observer import Observer, Row, outputs_observed
@@ -126,7 +126,10 @@ class _Audit:
         self.ranks, started = ranks, time.perf_counter()
         everyone = ranks.each(self._facts)
         self.groups = sorted(set(chain.from_iterable(groups for groups, _, _ in everyone)))
-        needed = self._check_memory([memory for _, memory, _ in everyone])
+        for needed, here, available in (memory for _, memory, _ in everyone):
+            if needed * here > 0.8 * available:
+                raise MemoryError(f"it takes {needed * here} bytes of host memory, {available} are free")
+        needed = max(memory[0] for _, memory, _ in everyone)
         shapes = [shape for _, _, shape in everyone]
         self.first, passes, self.left_out = plan(self.data, self.worker, self.settings.cuts, shapes)
         if dist.get_rank() == 0:
@@ -148,13 +151,6 @@ class _Audit:
         needed = sum(share.elements for share in self.shares) * 4
         memory = (needed, here, free_host_memory())
         return sorted({share.group for share in self.shares}), memory, shape_of(self.data, self.worker)
-
-    def _check_memory(self, everyone: Sequence[tuple[int, int, int]]) -> int:
-        """Bytes that the copy of the gradient takes on a rank; an error where some rank's host does not have them."""
-        for needed, here, available in everyone:
-            if needed * here > 0.8 * available:
-                raise MemoryError(f"it takes {needed * here} bytes of host memory, {available} are free")
-        return max(needed for needed, _, _ in everyone)
 
     def _pass(self, one: Pass, against: str = "") -> bool:
         """Makes a pass and compares it with the first; whether it came to an end on every rank.
@@ -231,10 +227,10 @@ class _Audit:
             if alone:
                 self.reference = None
             done = [self._pass(again) for _ in range(2 if alone else 1)]
-            off = error_of(self.runs[-1], "all") if all(done) else math.inf
-            noise = max((error_of(run, "all") for run in self.runs[:begun] if run["name"] == "repeat"), default=0.0)
+            distance = off(self.runs[-1]) if all(done) else math.inf
+            allowed = max(self.tolerance, 3 * noise(self.runs[:begun]))
             del self.runs[begun:], self.left_out[len(self.left_out) - done.count(False) :]
-            if off <= max(self.tolerance, 3 * noise):
+            if distance <= allowed:
                 return
         raise EngineFailed(f"audit of step {self.step}: {text}")
 
@@ -329,8 +325,7 @@ class _Audit:
                 warnings.warn(f"audit of step {self.step} is not written: {said(error)}", stacklevel=2)
             return report.metrics()
 
-        metrics: dict[str, float] = self.ranks.each(explained)[0]
-        return metrics
+        return self.ranks.each(explained)[0]
 
 
 _RECOVERY = "as configured, after an error"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from trinity_loss.verl.audit_passes import Pass
+from trinity_loss.verl.gradients import noise, off
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,9 @@ class Experiment:
     second: Pass | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def made_with(self, transformer: Any) -> Iterator[None]:
+    def made_with(self, transformer: Any) -> AbstractContextManager[Any]:
         """Within, Megatron's configuration of the model has the options."""
-        before = {name: getattr(transformer, name) for name in self.options}
-        try:
-            for name, value in self.options.items():
-                setattr(transformer, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(transformer, name, value)
+        return mock.patch.multiple(transformer, **self.options) if self.options else nullcontext()
 
 
 def experiment(
@@ -51,35 +44,25 @@ def experiment(
         tolerance: Largest relative deviation that is rounding.
         transformer: Megatron's configuration of the model, where there is one.
     """
-    repeated = next((run for run in runs if run["name"] == "repeat"), None)
-    if repeated is not None and error_of(repeated, "log_probs") > tolerance:
+    if noise(runs, "log_probs") > tolerance:
         return Experiment(Pass("same random numbers", first.dynamic, first.size))
-    far = max(runs, key=lambda run: error_of(run, "log_probs"))
-    if error_of(far, "log_probs") > tolerance / 10:
+    far = max(runs, key=lambda run: off(run, "log_probs"))
+    if off(far, "log_probs") > tolerance / 10:
         return _without("expert capacity", {"moe_expert_capacity_factor": None}, far, first, transformer)
-    far = max(runs, key=lambda run: error_of(run, "all"))
-    if error_of(far, "all") > tolerance:
+    far = max(runs, key=off)
+    if off(far) > tolerance:
         none = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}
         return _without("router loss", none, far, first, transformer)
     return None
-
-
-def error_of(run: dict[str, Any], name: str) -> float:
-    """Relative deviation of a pass: of the gradient (``all``), or of what the model or the loss gave by its name."""
-    found = run["gradient" if name == "all" else "tokens"].get(name)
-    return 0.0 if found is None else math.inf if math.isnan(found["error"]) else float(found["error"])
 
 
 def _without(
     what: str, options: Mapping[str, Any], far: dict[str, Any], first: Pass, transformer: Any
 ) -> Experiment | None:
     asked = {name: getattr(transformer, name, None) for name in options}
-    none = {name: _like(value, options[name]) for name, value in asked.items() if value is not None and np.any(value)}
+    on = {name: value for name, value in asked.items() if value is not None and np.any(value)}
+    none = {n: [options[n]] * len(v) if isinstance(v, Sequence) else options[n] for n, v in on.items()}
     if not none:
         return None
     again = Pass(f"{far['name']}, no {what}", far["dynamic"], far["size"], far["name"] == "reverse")
     return Experiment(Pass(f"no {what}", first.dynamic, first.size), again, none)
-
-
-def _like(value: Any, other: Any) -> Any:
-    return [other] * len(value) if isinstance(value, Sequence) else other

@@ -10,6 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -219,27 +220,29 @@ def problems() -> Iterator[str]:
     return filter(None, (point.problem() for point in POINTS))
 
 
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those packages that are installed, by name."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def check_version() -> None:
     """Raises :class:`ConfigError` where verl is too old."""
-    installed = _installed()
-    found = re.match(r"(\d+)\.(\d+)", installed or "")
+    verls = installed("verl").get("verl", "")
+    found = re.match(r"(\d+)\.(\d+)", verls)
     if found and tuple(map(int, found.groups())) < (0, 9):
-        raise ConfigError(f"verl {installed} is too old: trinity_loss needs verl 0.9.0 or later")
-
-
-def _installed() -> str | None:
-    try:
-        return version("verl")
-    except PackageNotFoundError:
-        return None
+        raise ConfigError(f"verl {verls} is too old: trinity_loss needs verl 0.9.0 or later")
 
 
 def warn_if_untested() -> None:
     """Says beside which verl this package was tested, if that is not the one that is installed."""
-    installed = _installed() or "of no known version"
-    if installed not in TESTED:
+    verls = installed("verl").get("verl", "of no known version")
+    if verls not in TESTED:
         warnings.warn(
-            f"trinity_loss was tested beside verl {' and '.join(TESTED)}; this is verl {installed}. "
+            f"trinity_loss was tested beside verl {' and '.join(TESTED)}; this is verl {verls}. "
             "`python -m trinity_loss.verl.compat` says whether what it leans on has moved",
             stacklevel=2,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,18 @@ def compose(
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf.errors import OmegaConfBaseException
 
-    verls = Path(_verl_folder()) / "trainer" / "config"
+    spec = find_spec("verl")
+    if spec is None or spec.origin is None:
+        raise ConfigError("verl is not installed (pip install trinity-loss[verl])")
+    verls = Path(spec.origin).parent / "trainer" / "config"
     folder = verls if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir} is no folder")
     if folder != verls:
-        overrides = [
-            *overrides,
-            f"hydra.searchpath={[*_search_path(folder / f'{config_name}.yaml'), f'file://{verls}']}",
-        ]
+        file = folder / f"{config_name}.yaml"
+        # What it says of its search path itself, which an override replaces.
+        own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") if file.is_file() else None
+        overrides = [*overrides, f"hydra.searchpath={[*(own or ()), f'file://{verls}']}"]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(folder), version_base=None):
@@ -48,21 +51,6 @@ def compose(
             return config
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{config_name} cannot be composed: {_first_line(error)}") from error
-
-
-def _search_path(file: Path) -> list[str]:
-    """What a configuration says of its search path itself, which an override would replace."""
-    own = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") if file.is_file() else None
-    return list(own or ())
-
-
-def _verl_folder() -> str:
-    import importlib.util
-
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        raise ConfigError("verl is not installed (pip install trinity-loss[verl])")
-    return os.path.dirname(spec.origin)
 
 
 def actor_config(config: DictConfig, policy_loss: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -76,9 +64,6 @@ def actor_config(config: DictConfig, policy_loss: dict[str, Any] | None = None, 
     Raises:
         ConfigError: verl or our configuration refuses a value.
     """
-    from hydra.errors import InstantiationException
-    from verl.utils.config import omega_conf_to_dataclass
-
     actor: Any = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True))
     with open_dict(actor):
         actor.update(changes)
@@ -86,11 +71,7 @@ def actor_config(config: DictConfig, policy_loss: dict[str, Any] | None = None, 
         # Without one, verl refuses the configuration; no loss looks at it.
         if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size is None:
             actor.ppo_micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu or 1
-    try:
-        return omega_conf_to_dataclass(actor)
-    except (InstantiationException, ValueError, AssertionError) as error:
-        cause = error.__cause__ or error
-        raise ConfigError(_first_line(cause)) from error
+    return _instantiate(actor)
 
 
 def distillation_config(config: DictConfig) -> Any:
@@ -99,18 +80,23 @@ def distillation_config(config: DictConfig) -> Any:
     Raises:
         ConfigError: verl refuses a value.
     """
-    from hydra.errors import InstantiationException
-    from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.config import DistillationConfig
 
     if not OmegaConf.select(config, "distillation.enabled"):
         return None
+    own: Any = OmegaConf.to_container(config.distillation.distillation_loss)
+    return DistillationConfig(distillation_loss=_instantiate(OmegaConf.create(own)))
+
+
+def _instantiate(config: Any) -> Any:
+    """What verl's workers make of a part of the configuration; what it refuses is a :class:`ConfigError`."""
+    from hydra.errors import InstantiationException
+    from verl.utils.config import omega_conf_to_dataclass
+
     try:
-        own: Any = OmegaConf.to_container(config.distillation.distillation_loss)
-        loss = omega_conf_to_dataclass(OmegaConf.create(own))
-    except (InstantiationException, ValueError, NotImplementedError) as error:
+        return omega_conf_to_dataclass(config)
+    except (InstantiationException, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(_first_line(error.__cause__ or error)) from error
-    return DistillationConfig(distillation_loss=loss)
 
 
 def token_budgets(actor: Any) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,21 +72,14 @@ def gradient_shares(engine: Any) -> list[ParameterShare]:
         return [share for name, module in flat for share in _of_flat_parameter(name, module)]
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     world = torch.distributed.get_world_size()
-    return [
-        ParameterShare(name, _local(p).numel(), _pieces(p) / world, partial(_local_gradient, p)) for name, p in named
-    ]
+    read = lambda p: None if p.grad is None else _local(p.grad)  # noqa: E731
+    return [ParameterShare(name, _local(p).numel(), _pieces(p) / world, partial(read, p)) for name, p in named]
 
 
 def _pieces(parameter: Any) -> int:
     """Among how many ranks one copy of a parameter is split."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return 1
-    return math.prod(mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
-
-
-def _local_gradient(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else _local(parameter.grad)
+    places = enumerate(getattr(parameter, "placements", ()))
+    return math.prod(parameter.device_mesh.size(dim) for dim, place in places if not place.is_replicate())
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -166,12 +159,9 @@ class Comparison:
     """
 
     names: Sequence[str]
-    sums: Tensor = field(init=False)
-    maxima: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sums = torch.zeros(len(self.names), len(_SUMS), dtype=torch.float64)
-        self.maxima = torch.zeros(len(self.names), 2, dtype=torch.float64)
+        self.sums, self.maxima = (torch.zeros(len(self.names), n, dtype=torch.float64) for n in (len(_SUMS), 2))
 
     def add(self, name: str, reference: Tensor, other: Tensor, weight: float = 1.0) -> None:
         """Adds a pair of flat vectors; the comparison is made where ``other`` lives.
@@ -225,3 +215,19 @@ def _distance(sums: Tensor, maxima: Tensor) -> Distance:
         largest=share(apart, highest),
         halves=share(s["halves"], s["nonzero"]),
     )
+
+
+def off(run: Mapping[str, Any], name: str = "all") -> float:
+    """Relative deviation of a pass: of the gradient (``all``), or of what the model or the loss gave by its name.
+
+    Args:
+        run: What was found of the pass, as plain data, :class:`Distance` by ``gradient`` and ``tokens`` by name.
+        name: Of what.
+    """
+    found = run["gradient" if name == "all" else "tokens"].get(name)
+    return 0.0 if found is None else math.inf if math.isnan(found["error"]) else float(found["error"])
+
+
+def noise(runs: Sequence[Mapping[str, Any]], name: str = "all") -> float:
+    """:func:`off` where the same was computed again, in the pass ``repeat``; 0 where it was not."""
+    return max((off(run, name) for run in runs if run["name"] == "repeat"), default=0.0)

@@ -59,12 +59,8 @@ def as_it_was(engine: Any) -> Iterator[Callable[[bool], None]]:
 def random_states() -> Callable[[], None]:
     """Remembers every generator that a pass may draw from; what is returned puts them back."""
     device = get_torch_device()
-    python, numpy, host, on_device = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        device.get_rng_state(),
-    )
+    python, numpy = random.getstate(), np.random.get_state()
+    host, on_device = torch.get_rng_state(), device.get_rng_state()
     parallel = sys.modules.get("megatron.core.tensor_parallel.random")
     tracker = parallel.get_cuda_rng_tracker() if parallel else None
     # Of tensor-parallel ranks: states that are replaced, or generators that are not.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def outputs_observed(engine: Any, observer: Observer) -> Iterator[None]:
     if engine.engine_config.strategy not in ("fsdp", "fsdp2") or engine.ulysses_sequence_parallel_size > 1:
         yield
         return
-    original, own = engine.prepare_model_outputs, "prepare_model_outputs" in vars(engine)
+    original = engine.prepare_model_outputs
 
     def prepare_model_outputs(*, output: Any, micro_batch: Any, **named: Any) -> Any:
         try:
@@ -111,14 +112,8 @@ def outputs_observed(engine: Any, observer: Observer) -> Iterator[None]:
             observer.error = observer.error or error
         return _zeros(output, micro_batch)  # The memory of what failed is free by now.
 
-    engine.prepare_model_outputs = prepare_model_outputs
-    try:
+    with mock.patch.object(engine, "prepare_model_outputs", prepare_model_outputs):
         yield
-    finally:
-        if own:
-            engine.prepare_model_outputs = original
-        else:
-            del engine.prepare_model_outputs
 
 
 def _zeros(output: Any, micro_batch: Any) -> dict[str, Tensor]:

@@ -62,30 +62,12 @@ class PolicyLossOptions(VerlPolicyLossConfig):
     """verl's policy-loss configuration with our fields, every one checked when it is made.
 
     What verl's ``ActorConfig`` already says (modes, clip ranges, entropy, KL) is read from there; the fields here
-    add what verl has no field for. Their meaning is that of :class:`trinity_loss.LossConfig`.
+    add what verl has no field for. The meaning of those that are not listed is that of
+    :class:`trinity_loss.LossConfig`. On a command line Hydra wants a ``+`` before what verl's own configuration does
+    not have, as in ``+actor_rollout_ref.actor.policy_loss.loss_args.NAME=…``.
 
     Attributes:
         loss_agg_mode: Aggregation mode; None: the actor's, which admits verl's own modes only.
-        entropy_agg_mode: Mode of the entropy term; None: that of the loss.
-        kl_agg_mode: Mode of the KL term; None: that of the loss.
-        kl_unbiased: Whether the ratio to the old policy weighs the KL term.
-        off_policy_mask: δ of the off-policy sequence mask; None: no mask.
-        nll_on_positives: Weight of the negative log-likelihood of tokens of positive advantage.
-        row_weights: Field of the batch that multiplies the token losses of every term; None: none.
-        loss_args: Arguments that only this ``loss_mode`` takes. On a command line Hydra wants a ``+`` before what
-            verl's own configuration does not have: ``+actor_rollout_ref.actor.policy_loss.loss_args.NAME=…``, and so
-            for the other fields here.
-        top_entropy_quantile: Share of the mini-batch's tokens, those of highest entropy, that the policy loss counts.
-        selection_pass: ``forward``: a pass over the mini-batch before it is trained on says which tokens are chosen;
-            ``old_log_probs``: these do, until the policy moves.
-        selection_seed: Changes all random choices among tokens.
-        count_empty_sequences: Whether fully masked sequences count in a mean over sequences.
-        count_padding_rows: Whether verl's synthetic rows count in it.
-        count_rejected_tokens: Whether a mean over tokens divides by the tokens before rejection.
-        nonfinite: ``error`` or ``neutral``, at a NaN or an infinity that counts.
-        rollout_metrics: Level of the importance-sampling metrics; None: none.
-        rollout_metrics_upper: Their upper threshold.
-        rollout_metrics_lower: Their lower threshold.
         shadow: Train with verl's loss and log ours beside it (``shadow/…``).
         record_steps: Training steps, as verl logs them, whose mini-batches are saved.
         record_dir: Where they are saved, one folder per mini-batch.
@@ -180,9 +162,7 @@ def _check_correction(name: str, given: Mapping[str, Any]) -> None:
 
 
 def loss_config(
-    actor: ActorConfig,
-    correction: Mapping[str, Any] | None = None,
-    distillation: DistillationConfig | None = None,
+    actor: ActorConfig, correction: Mapping[str, Any] | None = None, distillation: DistillationConfig | None = None
 ) -> LossConfig:
     """What an actor configuration with our :class:`PolicyLossOptions` says of the loss.
 
