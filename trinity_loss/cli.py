@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -34,7 +34,6 @@ with, and what is likely to go wrong in it.
 
 exit code: 0 nothing wrong, 1 something is, 2 the call is wrong"""
 
-
 _BENCH = """\
 Measures time, peak memory, operations and host reads of forward + backward: this package's loss, verl's and,
 where it is installed, Trinity-RFT's, on the same micro-batches, in turn.
@@ -47,7 +46,6 @@ examples:
 
 exit code: 0 the losses agree, 1 they do not, 2 the call is wrong"""
 
-
 _AUDIT = """\
 Prints the report of an audit again, and draws it. A run makes one where it is given
   +actor_rollout_ref.actor.policy_loss.audit_steps=[1,100] +actor_rollout_ref.actor.policy_loss.audit_dir=DIR
@@ -58,7 +56,6 @@ examples:
   trinity-loss audit DIR/audit-step-1.json --plot audit.png
 
 exit code: 0 faultless, 1 a fault was found, 2 the call is wrong"""
-
 
 _OF_VERL = ("verl", "omegaconf", "hydra", "ray")
 
@@ -74,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     overrides = [*options.overrides, *rest]
-    wrong = [word for word in overrides if word.startswith("--") or "=" not in word.lstrip("~")]
-    wrong = [word for word in wrong if not word.startswith("~")]
+    wrong = [word for word in overrides if not word.startswith("~") and (word.startswith("--") or "=" not in word)]
     if wrong:
         parser.error(f"unrecognized: {' '.join(wrong)}; Hydra overrides are key=value")
     options.overrides = overrides
@@ -97,8 +93,14 @@ def _parser() -> _Parser:
     parser = _Parser(prog="trinity-loss", description=__doc__)
     parser.add_argument("--version", action="version", version=f"trinity-loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    formatter = argparse.RawDescriptionHelpFormatter
-    verify = commands.add_parser("verify", help="verify a loss", description=_VERIFY, formatter_class=formatter)
+
+    def command(run: Callable[[argparse.Namespace], bool], name: str, what: str, text: str) -> argparse.ArgumentParser:
+        formatter = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, help=what, description=text, formatter_class=formatter)
+        added.set_defaults(run=run, overrides=[])
+        return added
+
+    verify = command(_run_verify, "verify", "verify a loss", _VERIFY)
     add = verify.add_argument
     names = "ours, verl, trinity, scaled_trinity, each also with :NAME or :all, or package.module:name; may be repeated"
     add("--loss", action="append", dest="losses", metavar="NAME", help=f"{names} (default: ours)")
@@ -123,16 +125,12 @@ def _parser() -> _Parser:
     form = verify.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the report as JSON")
     form.add_argument("--markdown", action="store_true", help="print the report to paste it: verdict, versions, table")
-    add(
-        "--plot", metavar="FILE", help="draw the gradient norm against the number of micro-batches, of 4 losses at most"
-    )
-    verify.set_defaults(run=_run_verify)
-    doctor = commands.add_parser("doctor", help="look for trouble", description=_DOCTOR, formatter_class=formatter)
+    add("--plot", metavar="FILE", help="draw gradient norms against the number of micro-batches, of 4 losses at most")
+    doctor = command(_run_doctor, "doctor", "look for trouble", _DOCTOR)
     _add_config(doctor)
     doctor.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="look into a Ray worker")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
-    doctor.set_defaults(run=_run_doctor)
-    bench = commands.add_parser("bench", help="measure the cost", description=_BENCH, formatter_class=formatter)
+    bench = command(_run_bench, "bench", "measure the cost", _BENCH)
     add = bench.add_argument
     add("--cases", choices=("goals", "sweep", "scaling"), default="goals", help="(default: goals)")
     add("--sequences", type=_numbers, default=(), metavar="N,N", help="instead of a set of cases")
@@ -146,14 +144,12 @@ def _parser() -> _Parser:
     add("--seed", type=int, default=0, metavar="N")
     add("--json", action="store_true", help="print what was measured as JSON")
     add("--plot", metavar="FILE", help="draw time against each size that varies")
-    bench.set_defaults(run=_run_bench, overrides=[])
-    audit = commands.add_parser("audit", help="read an audit", description=_AUDIT, formatter_class=formatter)
+    audit = command(_run_audit, "audit", "read an audit", _AUDIT)
     audit.add_argument("files", metavar="FILE", nargs="+", help="audit-step-N.json")
     form = audit.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print the text for an issue")
     form.add_argument("--json", action="store_true", help="print what was found as JSON")
     audit.add_argument("--plot", metavar="FILE", help="draw how far each pass is off")
-    audit.set_defaults(run=_run_audit, overrides=[])
     return parser
 
 
@@ -163,28 +159,22 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 1,2,4")
-    return numbers
+def _list_of(kind: type, fits: Callable[[Any], bool], expected: str) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            values = tuple(map(kind, text.split(",")))
+        except ValueError:
+            values = ()
+        if not values or not all(map(fits, values)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of {expected}")
+        return values
+
+    return parse
 
 
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        shares = ()
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers above 0 and up to 1, such as 0.2,1")
-    return shares
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+_numbers = _list_of(int, lambda number: number > 0, "whole numbers above 0, such as 1,2,4")
+_shares = _list_of(float, lambda share: 0 < share <= 1, "numbers above 0 and up to 1, such as 0.2,1")
+_words = _list_of(str, bool, "words")
 
 
 def _field(text: str) -> tuple[str, str]:
@@ -237,10 +227,8 @@ def _run_audit(arguments: argparse.Namespace) -> bool:
     if arguments.plot is not None:
         plot_audits(reports, arguments.plot)
     for report in reports:
-        if arguments.json:
-            print(json.dumps(report.found, indent=2))
-        else:
-            print(report.markdown() if arguments.markdown else report)
+        text = report.markdown() if arguments.markdown else report
+        print(json.dumps(report.found, indent=2) if arguments.json else text)
     return all(report.verdict == "faultless" for report in reports)
 
 

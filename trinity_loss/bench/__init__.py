@@ -6,6 +6,7 @@ The command is ``trinity-loss bench``. Needs verl, whose ``ppo_loss`` is what ev
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
@@ -79,11 +80,13 @@ def bench(options: BenchOptions) -> bool:
         raise ConfigError(f"--losses takes {', '.join(LOSS_NAMES)}; --cases takes {', '.join(CASE_SETS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds none")
+    given = (options.sequences, options.longest, options.fill, options.modes)
+    cases = product(*given) if any(given) else CASE_SETS[options.cases]
     threads = torch.get_num_threads()
     # Time spent by this thread is all that is spent, and other processes do not count.
     torch.set_num_threads(1)
     try:
-        results = [_measure(case, options) for case in _cases(options)]
+        results = [_measure(case, options) for case in cases]
     finally:
         torch.set_num_threads(threads)
     shares = {}
@@ -102,17 +105,9 @@ def bench(options: BenchOptions) -> bool:
     return all(result.agrees for result in results)
 
 
-def _cases(options: BenchOptions) -> tuple[Case, ...]:
-    if options.sequences or options.longest or options.fill or options.modes:
-        return product(options.sequences, options.longest, options.fill, options.modes)
-    return CASE_SETS[options.cases]
-
-
 def _measure(case: Case, options: BenchOptions) -> Result:
     losses = {}
     for name, make in make_losses(options.losses).items():
-        try:
+        with suppress(Unsupported):
             losses[name] = make(case.mode)
-        except Unsupported:
-            continue
     return measure(case, losses, device=options.device, runs=options.runs, seed=options.seed)

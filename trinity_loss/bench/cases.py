@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import product as combinations
 
 import torch
@@ -95,13 +95,8 @@ def product(
     sequences: tuple[int, ...], longest: tuple[int, ...], fill: tuple[float, ...], modes: tuple[str, ...]
 ) -> tuple[Case, ...]:
     """All combinations; what is empty is that of :data:`BASE`."""
-    lists = (
-        sequences or (BASE.sequences,),
-        longest or (BASE.longest,),
-        fill or (BASE.fill,),
-        modes or (BASE.mode,),
-    )
-    return tuple(Case(*values) for values in combinations(*lists))
+    given = zip((sequences, longest, fill, modes), astuple(BASE), strict=False)
+    return tuple(Case(*values) for values in combinations(*(some or (base,) for some, base in given)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +120,8 @@ class MeasuredBatch:
     def model_output(self) -> dict[str, Tensor]:
         """New jagged tensors over the leaves, as the engine makes them, without earlier gradients."""
         self.log_probs.grad = self.entropy.grad = None
-        jagged = torch.nested.nested_tensor_from_jagged
-        return {
-            "log_probs": jagged(self.log_probs, offsets=self.offsets),
-            "entropy": jagged(self.entropy, offsets=self.offsets),
-        }
+        leaves = {"log_probs": self.log_probs, "entropy": self.entropy}
+        return {n: torch.nested.nested_tensor_from_jagged(x, offsets=self.offsets) for n, x in leaves.items()}
 
 
 def make_micro_batch(case: Case, *, device: str = "cpu", seed: int = 0) -> MeasuredBatch:

@@ -6,7 +6,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -92,29 +92,28 @@ def measure(case: Case, losses: Mapping[str, LossFn], *, device: str = "cpu", ru
     costs = {}
     for name, loss_fn in losses.items():
         operations, host_reads, peak = _count(loss_fn, batch, device)
+        model_output = batch.model_output()
+        with _Traffic() as traffic:
+            _step(loss_fn, model_output, batch)
         costs[name] = Cost(
             seconds=statistics.median(times[name]),
             speedup=statistics.median(a / b for a, b in zip(times[first], times[name], strict=True)),
             operations=operations,
             host_reads=host_reads,
             peak_bytes=peak,
-            traffic_bytes=_traffic(loss_fn, batch),
+            traffic_bytes=traffic.bytes,
             loss_error=float((outcomes[name][0] - outcomes[first][0]).abs() / outcomes[first][1].abs().sum()),
             gradient_error=float((outcomes[name][1] - outcomes[first][1]).norm() / outcomes[first][1].norm()),
         )
     return Result(case, batch.num_tokens, costs)
 
 
-def _clock(device: str) -> Callable[[], float]:
+def _now(device: str) -> float:
     if device == "cpu":
         # Time of this thread: what other processes take from it is not counted.
-        return time.thread_time
-
-    def synchronized() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return synchronized
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _step(loss_fn: LossFn, model_output: dict[str, Tensor], batch: MeasuredBatch) -> Tensor:
@@ -125,12 +124,11 @@ def _step(loss_fn: LossFn, model_output: dict[str, Tensor], batch: MeasuredBatch
 
 def _time(loss_fn: LossFn, batch: MeasuredBatch, device: str) -> float:
     model_output = batch.model_output()
-    clock = _clock(device)
     gc.disable()
     try:
-        start = clock()
+        start = _now(device)
         _step(loss_fn, model_output, batch)
-        return clock() - start
+        return _now(device) - start
     finally:
         gc.enable()
 
@@ -138,9 +136,8 @@ def _time(loss_fn: LossFn, batch: MeasuredBatch, device: str) -> float:
 def _outcome(loss_fn: LossFn, batch: MeasuredBatch) -> tuple[Tensor, Tensor]:
     """Loss and gradients in float64."""
     loss = _step(loss_fn, batch.model_output(), batch)
-    assert batch.log_probs.grad is not None
-    assert batch.entropy.grad is not None
-    return loss.double(), torch.cat([batch.log_probs.grad, batch.entropy.grad]).double()
+    gradients: list[Any] = [batch.log_probs.grad, batch.entropy.grad]
+    return loss.double(), torch.cat(gradients).double()
 
 
 def _count(loss_fn: LossFn, batch: MeasuredBatch, device: str) -> tuple[int, int, int]:
@@ -192,10 +189,3 @@ class _Traffic(TorchDispatchMode):
             written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             self.bytes += sum(x.numel() * x.element_size() for x in (*read.values(), *written))
         return result
-
-
-def _traffic(loss_fn: LossFn, batch: MeasuredBatch) -> int:
-    model_output = batch.model_output()
-    with _Traffic() as traffic:
-        _step(loss_fn, model_output, batch)
-    return traffic.bytes

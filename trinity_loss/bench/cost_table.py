@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trinity_loss.bench.cost import Result
+from trinity_loss.bench.cost import Cost, Result
 from trinity_loss.tables import print_table
 
 if TYPE_CHECKING:
     from trinity_loss.bench.engine_share import StepShare
 
-_HEADERS = (
-    "case",
-    "loss",
-    "mode",
-    "tokens",
-    "ms",
-    "faster",
-    "goal",
-    "peak MB",
-    "of verl's",
-    "B/token",
-    "ops",
-    "reads",
-    "differs by",
-)
+#: Of each column, what stands in it for a loss, given its cost and that of the first, which says what the case is.
+_COLUMNS: dict[str, Callable[[Result, str, Cost, Cost], str]] = {
+    "case": lambda result, name, cost, base: result.case.title if cost is base else "",
+    "loss": lambda result, name, cost, base: name,
+    "mode": lambda result, name, cost, base: result.case.mode if cost is base else "",
+    "tokens": lambda result, name, cost, base: str(result.num_tokens) if cost is base else "",
+    "ms": lambda result, name, cost, base: f"{cost.seconds * 1e3:.2f}",
+    "faster": lambda result, name, cost, base: f"{cost.speedup:.2f}",
+    "goal": lambda result, name, cost, base: f"{result.case.goal:g}" if result.case.goal and name == "ours" else "",
+    "peak MB": lambda result, name, cost, base: f"{cost.peak_bytes / 1e6:.2f}",
+    "of verl's": lambda result, name, cost, base: f"{cost.peak_bytes / base.peak_bytes:.2f}",
+    "B/token": lambda result, name, cost, base: f"{cost.traffic_bytes / result.num_tokens:.0f}",
+    "ops": lambda result, name, cost, base: str(cost.operations),
+    "reads": lambda result, name, cost, base: str(cost.host_reads),
+    "differs by": lambda result, name, cost, base: f"{max(cost.loss_error, cost.gradient_error):.0e}",
+}
 
 
 def print_report(results: Sequence[Result], shares: Mapping[str, StepShare], device: str, runs: int) -> None:
     """Prints a row per case and loss, and what the columns mean."""
-    print_table(_HEADERS, [row for result in results for row in _rows(result)])
+    rows = []
+    for result in results:
+        base = next(iter(result.costs.values()))
+        rows += [[cell(result, *named, base) for cell in _COLUMNS.values()] for named in result.costs.items()]
+    print_table(list(_COLUMNS), rows)
     clock = "time of the thread" if device == "cpu" else "synchronized wall time"
     print(
         f"forward + backward of ppo, KL and entropy terms with all metrics; one thread, {clock}, medians of "
@@ -48,31 +53,6 @@ def print_report(results: Sequence[Result], shares: Mapping[str, StepShare], dev
             f"{name}: {share.loss_seconds * 1e3:.2f} of {share.step_seconds * 1e3:.1f} ms, {share.share:.1%}, of a "
             f"step of verl's training worker with a model of {share.parameters} parameters on a CPU"
         )
-
-
-def _rows(result: Result) -> list[list[str]]:
-    rows = []
-    case, first = result.case, next(iter(result.costs))
-    for name, cost in result.costs.items():
-        base = result.costs[first]
-        rows.append(
-            [
-                case.title if name == first else "",
-                name,
-                case.mode if name == first else "",
-                str(result.num_tokens) if name == first else "",
-                f"{cost.seconds * 1e3:.2f}",
-                f"{cost.speedup:.2f}",
-                f"{case.goal:g}" if case.goal is not None and name == "ours" else "",
-                f"{cost.peak_bytes / 1e6:.2f}",
-                f"{cost.peak_bytes / base.peak_bytes:.2f}",
-                f"{cost.traffic_bytes / result.num_tokens:.0f}",
-                str(cost.operations),
-                str(cost.host_reads),
-                f"{max(cost.loss_error, cost.gradient_error):.0e}",
-            ]
-        )
-    return rows
 
 
 def as_dict(results: Sequence[Result], shares: Mapping[str, StepShare], device: str, runs: int) -> dict[str, Any]:

@@ -26,24 +26,17 @@ def make_losses(names: Iterable[str]) -> dict[str, Callable[[str], LossFn]]:
     return {name: makers[name] for name in LOSS_NAMES if name in names and name in makers}
 
 
-def _scale_factor(mode: str) -> dict[str, Any]:
-    return {"loss_scale_factor": SCALE_FACTOR} if mode == "seq-mean-token-sum-norm" else {}
+def _options(mode: str) -> dict[str, Any]:
+    scale = {"loss_scale_factor": SCALE_FACTOR} if mode == "seq-mean-token-sum-norm" else {}
+    terms = {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "entropy_coeff": ENTROPY_COEFF}
+    return {"loss_agg_mode": mode, **terms, **scale}
 
 
 def _verl(mode: str) -> LossFn:
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        loss_agg_mode=mode,
-        use_kl_loss=True,
-        kl_loss_coef=KL_COEF,
-        entropy_coeff=ENTROPY_COEFF,
-        **_scale_factor(mode),
-    )
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **_options(mode))
     return partial(ppo_loss, config=config)
 
 
@@ -51,14 +44,7 @@ def _ours(mode: str) -> LossFn:
     from trinity_loss.loss import EnginePolicyLoss
     from trinity_loss.loss_config import LossConfig
 
-    config = LossConfig(
-        loss_agg_mode=mode,
-        use_kl_loss=True,
-        kl_loss_coef=KL_COEF,
-        entropy_coeff=ENTROPY_COEFF,
-        **_scale_factor(mode),
-    )
-    return EnginePolicyLoss(config)
+    return EnginePolicyLoss(LossConfig(**_options(mode)))
 
 
 def _trinity(mode: str) -> LossFn:
