@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,11 @@ _ENTRY_POINTS, _NAME = "verl.plugins", "trinity_loss"
 _TINKER = "verl.workers.engine_workers_tinker"
 #: What is loaded only because it was looked at here.
 _imported_to_look: set[str] = set()
-_ALLOW_LIST, _MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
+_VARIABLES = _ALLOW_LIST, _MODULES, _PLATFORM = (
+    "VERL_USE_EXTERNAL_PLUGINS",
+    "VERL_USE_EXTERNAL_MODULES",
+    "VERL_PLATFORM",
+)
 #: What is wrong with losses of verl that depend on the cut.
 VERL_TRAPS = {
     "geo_mean": "averages over its own micro-batch, so its gradient grows with their number",
@@ -71,32 +76,17 @@ def look(
         distillation: What the resolved distillation configuration says of the loss; None where it is off.
         correction: The resolved ``algorithm.rollout_correction``.
     """
-    loss, ours, failure = _loss(actor, distillation, correction)
-    worker_class, goes_around, could_go_around = _worker_classes()
-    variables = (_ALLOW_LIST, _MODULES, "VERL_PLATFORM")
-    return Process(
-        versions=installed(*PACKAGES),
-        entry_point=_entry_point(),
-        loss=loss,
-        ours=ours,
-        failure=failure,
-        worker_class=worker_class,
-        goes_around=goes_around,
-        could_go_around=could_go_around,
-        environment={name: os.environ[name] for name in variables if name in os.environ},
-    )
-
-
-def _allowed() -> bool:
-    policy = os.environ.get(_ALLOW_LIST, "auto").strip().lower()
-    return policy == "auto" or _NAME in {name.strip() for name in policy.split(",")}
+    loss = _loss(actor, distillation, correction)
+    environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return Process(installed(*PACKAGES), _entry_point(), *loss, *_worker_classes(), environment)
 
 
 def _entry_point() -> str:
     found = [entry for entry in entry_points(group=_ENTRY_POINTS) if entry.name == _NAME]
     if not found:
         return "missing: trinity-loss is not installed as a package here"
-    if not _allowed():
+    policy = os.environ.get(_ALLOW_LIST, "auto").strip().lower()
+    if policy != "auto" and _NAME not in map(str.strip, policy.split(",")):
         return f"left out by {_ALLOW_LIST}={os.environ[_ALLOW_LIST]}"
     try:
         found[0].load()
@@ -182,15 +172,14 @@ def traps(config: DictConfig, seen: Process) -> list[str]:
         config: A composed verl configuration.
         seen: What the process that runs it sees.
     """
-    actor = config.actor_rollout_ref.actor
     found = [seen.failure] if seen.failure is not None else []
-    found += _loss_traps(actor, seen.ours)
+    found += [] if seen.ours else _loss_traps(config.actor_rollout_ref.actor)
     if not seen.ours and config.get("distillation") is not None and config.distillation.get("enabled"):
         found.append("distillation.enabled: the actor is trained with distillation_ppo_loss, not with the actor's loss")
     found += _per_token_traps(config)
     found += option_traps(config, ours=seen.ours)
     # The loss itself needs no plugin; what a CPU needs comes through it.
-    needed = seen.environment.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    needed = seen.environment.get(_PLATFORM, "").strip().lower() == "cpu"
     if seen.entry_point.startswith("fails") or (needed and not seen.entry_point.startswith("loads")):
         found.append(f"entry point {_NAME}: {seen.entry_point}")
     if " " in os.environ.get(_MODULES, "").strip():
@@ -208,26 +197,24 @@ def notes(seen: Process) -> list[str]:
             for name in seen.could_go_around]  # fmt: skip
 
 
-def _loss_traps(actor: Any, ours: bool) -> list[str]:
-    found = []
+def _loss_traps(actor: Any) -> Iterator[str]:
+    """What is likely to go wrong in a loss of verl's."""
     loss_mode, mode, scale = actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.loss_scale_factor
-    if not ours:
-        if mode == "seq-mean-token-sum-norm" and scale is None:
-            found.append(
-                "loss_scale_factor is null with seq-mean-token-sum-norm: verl divides by the padded width, "
-                "which in the v1 trainer is the longest response of each micro-batch"
-            )
-        if loss_mode in VERL_TRAPS:
-            found.append(f"policy_loss.loss_mode is {loss_mode}: verl's loss {VERL_TRAPS[loss_mode]}")
-        if loss_mode == "sapo" and mode != "seq-mean-token-mean":
-            found.append(f"verl's sapo ignores loss_agg_mode {mode}: its policy gradient is seq-mean-token-mean")
-        if loss_mode == "dro" and not actor.policy_loss.dro_beta:
-            found.append("policy_loss.loss_mode is dro and dro_beta is not set: verl fails at the first step")
-        if actor.use_kl_loss and actor.kl_loss_type not in KL_TYPES:
-            found.append(f"kl_loss_type is {actor.kl_loss_type}: verl fails at the first step")
-        if scale is not None and scale <= 0:
-            found.append(f"loss_scale_factor is {scale}: verl accepts it, and turns the loss around")
-    return found
+    if mode == "seq-mean-token-sum-norm" and scale is None:
+        yield (
+            "loss_scale_factor is null with seq-mean-token-sum-norm: verl divides by the padded width, "
+            "which in the v1 trainer is the longest response of each micro-batch"
+        )
+    if loss_mode in VERL_TRAPS:
+        yield f"policy_loss.loss_mode is {loss_mode}: verl's loss {VERL_TRAPS[loss_mode]}"
+    if loss_mode == "sapo" and mode != "seq-mean-token-mean":
+        yield f"verl's sapo ignores loss_agg_mode {mode}: its policy gradient is seq-mean-token-mean"
+    if loss_mode == "dro" and not actor.policy_loss.dro_beta:
+        yield "policy_loss.loss_mode is dro and dro_beta is not set: verl fails at the first step"
+    if actor.use_kl_loss and actor.kl_loss_type not in KL_TYPES:
+        yield f"kl_loss_type is {actor.kl_loss_type}: verl fails at the first step"
+    if scale is not None and scale <= 0:
+        yield f"loss_scale_factor is {scale}: verl accepts it, and turns the loss around"
 
 
 def _per_token_traps(config: DictConfig) -> list[str]:
@@ -257,15 +244,14 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
     """
     from omegaconf import OmegaConf
 
-    actor: Any = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
-    # The rest of the configuration may hold what only a run fills in.
-    distillation: Any = None
-    if OmegaConf.select(config, "distillation.enabled"):
-        own = OmegaConf.to_container(config.distillation.distillation_loss, resolve=True)
-        distillation = {"enabled": True, "distillation_loss": own}
-    correction = OmegaConf.select(config, "algorithm.rollout_correction")
-    plain_correction: Any = None if correction is None else OmegaConf.to_container(correction, resolve=True)
-    asked = (actor, distillation, plain_correction)
+    def plain(key: str) -> Any:
+        part = OmegaConf.select(config, key)
+        return None if part is None else OmegaConf.to_container(part, resolve=True)
+
+    distillation = None
+    if OmegaConf.select(config, "distillation.enabled"):  # The rest of it may hold what only a run fills in.
+        distillation = {"enabled": True, "distillation_loss": plain("distillation.distillation_loss")}
+    asked = (plain("actor_rollout_ref.actor"), distillation, plain("algorithm.rollout_correction"))
     seen = {"driver": look(*asked)}
     if ray:
         seen["Ray worker"] = look_in_ray_worker(*asked)
@@ -278,9 +264,8 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
     ]
     if as_json:
         processes = {where: asdict(process) for where, process in seen.items()}
-        plain = {"processes": processes, "traps": found, "notes": notes(last), "audit": forecast(config)}
-        json.dump(plain, sys.stdout, indent=2)
-        print()
+        report = {"processes": processes, "traps": found, "notes": notes(last), "audit": forecast(config)}
+        print(json.dumps(report, indent=2))
         return not found
     print_table(["", *seen], _cells(seen))
     print(f"loss: {last.loss}")
@@ -295,7 +280,7 @@ def _cells(seen: dict[str, Process]) -> list[list[str]]:
     cells = [[name, *(p.versions.get(name, "-") for p in processes)] for name in PACKAGES]
     cells.append(["entry point", *(p.entry_point for p in processes)])
     cells.append(["training worker", *(p.worker_class for p in processes)])
-    for name in (_ALLOW_LIST, _MODULES, "VERL_PLATFORM"):
+    for name in _VARIABLES:
         if any(name in p.environment for p in processes):
             cells.append([name, *(p.environment.get(name, "-") for p in processes)])
     return cells

@@ -64,12 +64,15 @@ class Recorder:
         max_bytes: A part larger than this is not kept.
         row_weights: A field that is kept beside those that every loss has, as a weight for each token; None: none.
         expert_rows: Whether to keep which rows are an expert's, and the step that their weight may depend on.
+
+    Attributes:
+        parts: What was kept, a dictionary per micro-batch.
     """
 
     def __init__(self, max_bytes: int, row_weights: str | None = None, expert_rows: bool = False) -> None:
         self._max_bytes, self._row_weights, self._expert_rows = max_bytes, row_weights, expert_rows
         self._bytes = 0
-        self._parts: list[dict[str, Any]] = []
+        self.parts: list[dict[str, Any]] = []
 
     def add(self, model_output: Mapping[str, Any], data: MicroBatchData) -> None:
         """Copies what the loss of this micro-batch looks at to host memory."""
@@ -87,12 +90,7 @@ class Recorder:
         tensors = [*part.values(), *part["token_fields"].values()]
         self._bytes += sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
         # Past the limit nothing is held back in memory either; `write` says so.
-        self._parts = [] if self._bytes > self._max_bytes else [*self._parts, part]
-
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        """What was kept, a dictionary per micro-batch."""
-        return self._parts
+        self.parts = [] if self._bytes > self._max_bytes else [*self.parts, part]
 
     def write(self, folder: Path, provenance: Provenance, config: LossConfig) -> None:
         """Writes this rank's part; a file is there whole or not at all, and none is written over.
@@ -114,10 +112,10 @@ class Recorder:
             )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = [part["response_lengths"].numel() for part in self._parts]
+        sizes = [part["response_lengths"].numel() for part in self.parts]
         ends = list(accumulate(sizes))
         text = json.dumps(asdict(config), indent=2, default=str)
-        plain = concatenate(self._parts) | {
+        plain = concatenate(self.parts) | {
             "cut": [[list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]],
             "group_size": max(mode.group_size for mode in config.aggregation_modes.values()),
             "provenance": asdict(provenance) | {"config": text},

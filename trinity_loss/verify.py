@@ -95,8 +95,7 @@ def verify(options: Options, config: DictConfig) -> bool:
         reports = _all_reports(options, config)
     if options.json:
         plain = [report.to_dict() for report in reports]
-        json.dump(plain[0] if len(plain) == 1 else plain, sys.stdout, indent=2)
-        print()
+        print(json.dumps(plain[0] if len(plain) == 1 else plain, indent=2))
     elif options.markdown:
         print("\n\n".join(report.markdown() for report in reports))
     elif len(reports) == 1 or options.engine is not None:
@@ -148,19 +147,17 @@ def _verify(options: Options, brief: bool, makers: Sequence[Maker], number: int)
             from trinity_loss.engine_check import check_in_engine
 
             engine: EngineName = "fsdp" if options.engine == "fsdp2" else options.engine
-            given: dict[str, Any] = {"tolerance": options.tolerance, "strict": options.strict, "steps": options.steps}
-            return check_in_engine(bound, engine, **given)
+            return check_in_engine(
+                bound, engine, tolerance=options.tolerance, strict=options.strict, steps=options.steps
+            )
         micro_batches = options.micro_batches or (_FEW_MICRO_BATCHES if brief else _MICRO_BATCHES)
         ranks = options.ranks or (_FEW_RANKS if brief else _RANKS)
         seed = options.seed or 0
         bound = replace(bound, fields=options.fields, group_size=options.group_size or bound.group_size)
-        batch = options.batch
-        if batch is None:
-            at_least = _FEW_SEQUENCES if brief else 36
-            batch = drawn_for(bound, micro_batches, ranks, seed, at_least=at_least)
+        at_least = _FEW_SEQUENCES if brief else 36
         return check_invariance(
             bound,
-            batch,
+            options.batch or drawn_for(bound, micro_batches, ranks, seed, at_least=at_least),
             micro_batches,
             ranks,
             seed,
