@@ -26,11 +26,8 @@ _ENTRY_POINTS, _NAME = "verl.plugins", "trinity_loss"
 _TINKER = "verl.workers.engine_workers_tinker"
 #: What is loaded only because it was looked at here.
 _imported_to_look: set[str] = set()
-_VARIABLES = _ALLOW_LIST, _MODULES, _PLATFORM = (
-    "VERL_USE_EXTERNAL_PLUGINS",
-    "VERL_USE_EXTERNAL_MODULES",
-    "VERL_PLATFORM",
-)
+_ALLOW_LIST, _MODULES, _PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"
+_VARIABLES = (_ALLOW_LIST, _MODULES, _PLATFORM)
 #: What is wrong with losses of verl that depend on the cut.
 VERL_TRAPS = {
     "geo_mean": "averages over its own micro-batch, so its gradient grows with their number",

@@ -51,8 +51,7 @@ def check_in_engine(
     Raises:
         ConfigError: The loss cannot be pickled, or an engine run failed.
     """
-    if tolerance is None:
-        tolerance = TOLERANCE
+    tolerance = TOLERANCE if tolerance is None else tolerance
     ours = is_ours(bound.loss_fn)
     strict = ours if strict is None else strict
     teacher = bound.distillation
@@ -60,9 +59,8 @@ def check_in_engine(
     base = EngineCase(loss=bound.loss_fn, trinity_worker=ours, batch=BatchSpec(teacher=told))
     if steps is not None:
         base = replace(base, steps=steps, learning_rate=LEARNING_RATE)
-    cases = _cases(base, engine)
     try:
-        results = run_cases(engine, cases)
+        results = run_cases(engine, _cases(base, engine))
     except (EngineError, TypeError) as error:
         last = str(error).strip().splitlines()[-1]
         raise ConfigError(f"{bound.name} in the {engine} engine: {last}") from error
@@ -104,22 +102,15 @@ def _sizes(bound: BoundLoss) -> dict[str, float]:
 
 def _row(result: EngineResult, whole: EngineResult, engine: EngineName, sizes: Mapping[str, float]) -> Row:
     case = result.case
-    data_parallel = case.world_size // case.pipeline
-    notes = []
-    if case.pipeline > 1:
-        notes.append(f"{case.pipeline} pipeline stages")
-    if case.max_tokens is not None:
-        notes.append(f"at most {case.max_tokens} tokens each")
-    if case.per_token_loss:
-        notes.append("per-token loss")
+    notes = {
+        f"{case.pipeline} pipeline stages": case.pipeline > 1,
+        f"at most {case.max_tokens} tokens each": case.max_tokens is not None,
+        "per-token loss": case.per_token_loss,
+    }
     played: Engine = "megatron per token" if case.per_token_loss else engine
-    cut = Cut(
-        "engine",
-        (((),) * result.micro_batches,) * data_parallel,
-        case.batch.layout,
-        engine=played,
-        note=", ".join(notes),
-    )
+    ranks = (((),) * result.micro_batches,) * (case.world_size // case.pipeline)
+    note = ", ".join(text for text, holds in notes.items() if holds)
+    cut = Cut("engine", ranks, case.batch.layout, engine=played, note=note)
     names = [name for name in whole.metrics if not name.startswith(_NO_METRICS)]
     return Row(
         cut,

@@ -5,7 +5,7 @@ What a loss returns is known when it is called, and its first call should not be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,7 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
     """
     for tokens in _sequences(1 if loss.mode is None else loss.mode.group_size):
         inputs = _inputs(tokens, loss, arguments)
-        known = _tensors(inputs)
-        before = _state(known)
+        written = _watch(_tensors(inputs))
         try:
             with torch.set_grad_enabled(not loss.analytic), torch.random.fork_rng(devices=[]):
                 result = loss(inputs, **arguments)
@@ -57,8 +56,8 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
                 f"loss_mode {loss_mode!r} failed on two short sequences that it was tried on: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if written := _written(known, before):
-            raise ConfigError(f"loss_mode {loss_mode!r} writes into {written[0]}, which others read too: let it copy")
+        if place := written():
+            raise ConfigError(f"loss_mode {loss_mode!r} writes into {place}, which others read too: let it copy")
         if not loss.analytic and bool(tokens.counts.all()) and not result.values.requires_grad:
             raise ConfigError(
                 f"loss_mode {loss_mode!r} gives values without a graph, so that it would train nothing; expected "
@@ -115,24 +114,19 @@ def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, token
     Raises:
         ConfigError: It fails, its total is unknown, or its count or weights are no such thing.
     """
-    known = _tensors_of_tokens(tokens, values.dtype)
-    before = _state(known)
+    written = _watch(_tensors_of_tokens(tokens, values.dtype))
     try:
         if mode.total is not None:
             find_count(mode.total)
-        count = mode.local_count(tokens)
-        numerator, weights = mode.numerator(values, tokens), None
+        count, numerator = mode.local_count(tokens), mode.numerator(values, tokens)
         weights = mode.token_weights(tokens, values.dtype) if mode.is_linear else mode.linearize(values, tokens)[1]
     except Exception as error:
         said = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{field} is {name!r}: {said}{error}") from error
-    if written := _written(known, before):
-        raise ConfigError(f"{field} is {name!r}, which writes into {written[0]}, which others read too: let it copy")
-    for what, given, shape in (
-        ("local_count", count, ()),
-        ("numerator", numerator, ()),
-        ("token weights", weights, values.shape),
-    ):
+    if place := written():
+        raise ConfigError(f"{field} is {name!r}, which writes into {place}, which others read too: let it copy")
+    results = {"local_count": (count, ()), "numerator": (numerator, ()), "token weights": (weights, values.shape)}
+    for what, (given, shape) in results.items():
         if not isinstance(given, Tensor) or given.shape != shape:
             got = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise ConfigError(f"{field} is {name!r}, whose {what} is {got}; expected a tensor of shape {list(shape)}")
@@ -163,17 +157,13 @@ def _sequences(group_size: int) -> Iterator[ResponseTokens]:
 def _inputs(tokens: ResponseTokens, loss: PolicyLoss, arguments: Mapping[str, Any]) -> PolicyInputs:
     weights = tokens.indicator(torch.float32)
     steps = torch.arange(tokens.size) % 3
-    fields = {name: weights.clone() for name in loss.fields}
-    fields |= {
-        name: values * weights
-        for name, values in (
-            ("old_log_probs", -1 - 0.1 * steps),
-            ("ref_log_prob", -1.2 - 0.1 * steps),
-            ("rollout_log_probs", -1.1 - 0.1 * steps),
-            ("advantages", 1.0 - steps),
-        )
-        if name in fields
+    own = {
+        "old_log_probs": -1 - 0.1 * steps,
+        "ref_log_prob": -1.2 - 0.1 * steps,
+        "rollout_log_probs": -1.1 - 0.1 * steps,
+        "advantages": 1.0 - steps,
     }
+    fields = {name: own.get(name, 1.0) * weights for name in loss.fields}
     log_prob = (-0.9 - 0.2 * steps) * weights
     if not loss.analytic:
         log_prob.requires_grad_()
@@ -185,13 +175,11 @@ def _inputs(tokens: ResponseTokens, loss: PolicyLoss, arguments: Mapping[str, An
 
 
 def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
-    known = {f"inputs.fields[{name!r}]": values for name, values in inputs.fields.items()}
-    known["inputs.log_prob"] = inputs.log_prob
-    of_tokens = _tensors_of_tokens(inputs.tokens, inputs.log_prob.dtype)
-    known |= {f"inputs.{name}": tensor for name, tensor in of_tokens.items()}
+    known = {f"fields[{name!r}]": values for name, values in inputs.fields.items()} | {"log_prob": inputs.log_prob}
+    known |= _tensors_of_tokens(inputs.tokens, inputs.log_prob.dtype)
     if inputs.rollout_is_weights is not None:
-        known["inputs.rollout_is_weights"] = inputs.rollout_is_weights
-    return known
+        known["rollout_is_weights"] = inputs.rollout_is_weights
+    return {f"inputs.{name}": tensor for name, tensor in known.items()}
 
 
 def _tensors_of_tokens(tokens: ResponseTokens, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -202,15 +190,12 @@ def _tensors_of_tokens(tokens: ResponseTokens, dtype: torch.dtype) -> dict[str, 
     return {f"tokens.{name}": tensor for name, tensor in known.items()}
 
 
-def _state(known: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
-    return {name: (tensor._version, tensor.detach().clone()) for name, tensor in known.items()}
+def _watch(known: Mapping[str, Tensor]) -> Callable[[], str | None]:
+    """Tells from now on which tensor was written into, be it with the same numbers: on others they may differ."""
+    before = {name: (tensor._version, tensor.detach().clone()) for name, tensor in known.items()}
 
+    def written() -> str | None:
+        now = ((name, tensor, *before[name]) for name, tensor in known.items())
+        return next((n for n, t, version, old in now if t._version != version or not torch.equal(t, old)), None)
 
-def _written(known: Mapping[str, Tensor], before: Mapping[str, tuple[int, Tensor]]) -> list[str]:
-    """What was written into since, be it with the same numbers: on others they may differ."""
-    now = _state(known)
-    return [
-        name
-        for name, (version, numbers) in now.items()
-        if version != before[name][0] or not torch.equal(numbers, before[name][1])
-    ]
+    return written

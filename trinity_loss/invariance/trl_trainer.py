@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +28,17 @@ def play(trainer: Any) -> Callable[[Piece], tuple[Any, Any]]:
     Raises:
         ConfigError: It is no such class, or TRL cannot be imported.
     """
-    cls: Any = trainer.func if isinstance(trainer, functools.partial) else trainer
+    bound = isinstance(trainer, partial)
+    cls: Any = trainer.func if bound else trainer
     try:
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
         raise ConfigError(f"TRL cannot be imported (docs/contracts.md): {error}") from error
     if not issubclass(cls, GRPOTrainer):
         raise ConfigError(f"{cls.__name__} is no subclass of trl.GRPOTrainer")
-    given = trainer.keywords.get("args") if isinstance(trainer, functools.partial) else None
-    args = given or GRPOConfig(output_dir=gettempdir(), use_cpu=True, bf16=False, report_to=[])
+    args = (bound and trainer.keywords.get("args")) or GRPOConfig(
+        output_dir=gettempdir(), use_cpu=True, bf16=False, report_to=[]
+    )
     epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
 
     def default(self: Any, name: str) -> Any:
@@ -53,7 +55,9 @@ def play(trainer: Any) -> Callable[[Piece], tuple[Any, Any]]:
         made = played.__new__(played)
         made.args, made.piece, made.epsilon_high = args, piece, epsilon_high
         made.model = SimpleNamespace(training=True)
-        made.accelerator = _Process(int(piece.totals["dp_size"]))
+        collectives = dict.fromkeys(("gather", "gather_for_metrics", "pad_across_processes", "reduce"), _alone)
+        ranks = int(piece.totals["dp_size"])
+        made.accelerator = SimpleNamespace(num_processes=ranks, sync_gradients=False, **collectives)
         made.current_gradient_accumulation_steps = int(piece.totals["pieces_per_rank"])
         made._entropy_bonus_enabled = args.entropy_coef != 0.0 or args.use_adaptive_entropy
         made._entropy_window_stats, made._last_world_entropy = None, float("inf")
@@ -65,22 +69,9 @@ def play(trainer: Any) -> Callable[[Piece], tuple[Any, Any]]:
     return loss_fn
 
 
-class _Process:
-    """Accelerate's, alone."""
-
-    def __init__(self, processes: int) -> None:
-        self.num_processes, self.sync_gradients = processes, False
-
-    def gather(self, values: Tensor) -> Tensor:
-        return values
-
-    gather_for_metrics = gather
-
-    def pad_across_processes(self, values: Tensor, **_: Any) -> Tensor:
-        return values
-
-    def reduce(self, values: Tensor, reduction: str = "sum") -> Tensor:
-        return values
+def _alone(values: Tensor, *_: Any, **__: Any) -> Tensor:
+    """What Accelerate's collectives return to a process without others."""
+    return values
 
 
 def _inputs(piece: Piece) -> dict[str, Any]:
