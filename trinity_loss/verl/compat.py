@@ -81,6 +81,11 @@ def _names_of(found: Any, wanted: tuple[str, ...]) -> list[str]:
 _WORKERS = "verl.workers.engine_workers"
 _ENGINE = "verl.workers.engine.base:BaseEngine"
 _FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+_MEGATRON = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+_DECORATOR = "verl.single_controller.base.decorator"
+_DISTILLATION = "verl.trainer.distillation"
+_PPO = "verl.trainer.ppo"
+_TRAINING_WORKER = f"{_WORKERS}:TrainingWorker"
 _JAGGED = "torch.nested._internal.nested_tensor:NestedTensor"
 POINTS = (
     # What a jagged tensor holds, which its own methods take 8 to 100 µs to say.
@@ -89,32 +94,26 @@ POINTS = (
     # How the loss is selected, and exchanged in the worker.
     Point(f"{_WORKERS}:ActorRolloutRefWorker", "verl/worker.py", ("actor_worker_cls", "init_model")),
     Point(f"{_WORKERS}:ActorRolloutRefWorker.update_weights", "verl/steps.py", ("self", "global_steps")),
-    Point(f"{_WORKERS}:TrainingWorker.load_checkpoint", "verl/worker.py", ("self", "local_path")),
-    Point(f"{_WORKERS}:TrainingWorker.set_loss_fn", "verl/worker.py", ("self", "loss_fn")),
-    Point(f"{_WORKERS}:TrainingWorker.train_batch", "verl/worker.py", ("self", "data")),
-    Point(f"{_WORKERS}:TrainingWorker.train_mini_batch", "verl/worker.py", ("self", "data")),
+    Point(f"{_TRAINING_WORKER}.load_checkpoint", "verl/worker.py", ("self", "local_path")),
+    Point(f"{_TRAINING_WORKER}.set_loss_fn", "verl/worker.py", ("self", "loss_fn")),
+    Point(f"{_TRAINING_WORKER}.train_batch", "verl/worker.py", ("self", "data")),
+    Point(f"{_TRAINING_WORKER}.train_mini_batch", "verl/worker.py", ("self", "data")),
     Point("verl.workers.utils.losses:ppo_loss", "verl/choice.py", ("config", "model_output", "data", "dp_group")),
     Point(
-        "verl.trainer.distillation.losses:distillation_ppo_loss",
+        f"{_DISTILLATION}.losses:distillation_ppo_loss",
         "verl/choice.py",
         ("config", "distillation_config", "student_logits", "data_format"),
     ),
     # What the engines make of the logits, and call the loss with there.
     Point(
-        "verl.trainer.distillation.fsdp.losses:compute_forward_kl_topk",
+        f"{_DISTILLATION}.fsdp.losses:compute_forward_kl_topk",
         "distillation.py",
         says=('"distillation_losses":', '"student_mass":', '"teacher_mass":', '"overlap_count":'),
     ),
     Point(f"{_FSDP}.prepare_model_outputs", "verl/distilling.py", says=("logits_processor_func(student_logits=",)),
-    Point(
-        "verl.single_controller.base.decorator:register",
-        "verl/worker.py",
-        ("dispatch_mode", "execute_mode", "blocking"),
-    ),
-    Point("verl.single_controller.base.decorator:Dispatch", "verl/worker.py", ("ONE_TO_ALL",)),
-    Point(
-        "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn", "verl/worker.py", ("mesh_name",)
-    ),
+    Point(f"{_DECORATOR}:register", "verl/worker.py", ("dispatch_mode", "execute_mode", "blocking")),
+    Point(f"{_DECORATOR}:Dispatch", "verl/worker.py", ("ONE_TO_ALL",)),
+    Point(f"{_DECORATOR}:make_nd_compute_dataproto_dispatch_fn", "verl/worker.py", ("mesh_name",)),
     Point(
         _ENGINE,
         "verl/worker.py",
@@ -123,12 +122,12 @@ POINTS = (
     Point(_ENGINE, "verl/harness/rank.py", ("forward_backward_batch", "optimizer_step")),
     # What the audit calls in the worker's place, and reads of an engine.
     Point(
-        f"{_WORKERS}:TrainingWorker._postprocess_output",
+        f"{_TRAINING_WORKER}._postprocess_output",
         "verl/audit.py",
         ("self", "output", "global_token_num", "delta_time", "forward_only", "images_seqlens"),
     ),
     Point(
-        f"{_WORKERS}:TrainingWorker.train_batch",
+        f"{_TRAINING_WORKER}.train_batch",
         "verl/audit_passes.py",
         says=("use_remove_padding=", "use_dynamic_bsz=", "max_token_len_per_gpu=", "micro_batch_size_per_gpu="),
     ),
@@ -144,22 +143,18 @@ POINTS = (
         needs="megatron",
     ),
     # What the trainers and the engines write into a micro-batch.
-    Point("verl.trainer.ppo.ray_trainer:RayPPOTrainer._update_actor", "totals.py", says=("global_batch_size=",)),
-    Point("verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor", "totals.py", says=('"global_batch_size":',)),
-    Point(
-        "verl.trainer.ppo.padding_utils:upsample_batch_to_divisible_size",
-        "totals.py",
-        says=('f"pad{', '["uid"] = pad_uid'),
-    ),
+    Point(f"{_PPO}.ray_trainer:RayPPOTrainer._update_actor", "totals.py", says=("global_batch_size=",)),
+    Point(f"{_PPO}.v1.trainer_base:PPOTrainer._update_actor", "totals.py", says=('"global_batch_size":',)),
+    Point(f"{_PPO}.padding_utils:upsample_batch_to_divisible_size", "totals.py", says=('f"pad{', '["uid"] = pad_uid')),
     Point(f"{_FSDP}.forward_backward_batch", "totals.py", says=("batch_num_tokens=", "dp_size=")),
     Point(
-        "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.forward_backward_batch",
+        f"{_MEGATRON}.forward_backward_batch",
         "totals.py",
         says=("batch_num_tokens=", "dp_size=", "num_micro_batch="),
         needs="megatron",
     ),
     Point(
-        "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead.postprocess_micro_batch_func",
+        f"{_MEGATRON}.postprocess_micro_batch_func",
         "loss.py",
         says=('loss * data["num_micro_batch"]',),
         needs="megatron",
@@ -197,7 +192,7 @@ POINTS = (
     Point("verl.utils.tensordict_utils:assign_non_tensor", "verl/counting.py", ("tensor_dict", "kwargs")),
     Point("verl.utils.device:get_device_id", "verl/counting.py"),
     Point("verl.utils.seqlen_balancing:rearrange_micro_batches", "invariance/cuts.py", ("batch", "max_token_len")),
-    Point("verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY", "losses_by_name.py"),
+    Point(f"{_PPO}.core_algos:POLICY_LOSS_REGISTRY", "losses_by_name.py"),
     # verl on a CPU.
     Point("verl.plugin.platform:PlatformRegistry.register", "verl/cpu/platform.py", ("platform",)),
     Point(
@@ -207,11 +202,7 @@ POINTS = (
     Point("verl.workers.rollout.base:_ROLLOUT_REGISTRY", "verl/cpu/rollout.py", ("__setitem__",)),
     Point(f"{_FSDP}._build_fsdp_module", "verl/cpu/fsdp_engine.py", ("self", "module")),
     Point("verl.workers.config:McoreEngineConfig", "verl/cpu/megatron_config.py", ("dtype", "vanilla_mbridge")),
-    Point(
-        "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
-        "verl/cpu/sampler.py",
-        ("self", "partition_id"),
-    ),
+    Point(f"{_PPO}.v1.replay_buffer:ReplayBuffer._materialize_batch", "verl/cpu/sampler.py", ("self", "partition_id")),
 )
 
 
