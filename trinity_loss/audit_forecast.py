@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_loss.errors import ConfigError
 from trinity_loss.verl.policy_options import PolicyLossOptions
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 _SWITCH = "+actor_rollout_ref.actor.policy_loss.audit_steps=[1,100] +actor_rollout_ref.actor.policy_loss.audit_dir=DIR"
 
 
 def forecast(config: DictConfig) -> str:
-    """One sentence on the audit of a composed verl configuration.
-
-    Args:
-        config: The configuration, whether it has an audit or not.
-    """
+    """One sentence on the audit of a composed verl configuration, whether it has one or not."""
     actor: Any = config.actor_rollout_ref.actor
-    asked = OmegaConf.to_container(actor.policy_loss, resolve=True)
-    assert isinstance(asked, dict)
-    given = {str(key): value for key, value in asked.items() if str(key).startswith("audit")}
+    asked: Any = OmegaConf.to_container(actor.policy_loss, resolve=True)
+    given = {key: value for key, value in asked.items() if key.startswith("audit")}
     known = [name for name in PolicyLossOptions.__dataclass_fields__ if name.startswith("audit_")]
     if unknown := [name for name in given if name not in known]:
         return f"none: policy_loss has no {', '.join(unknown)}; an audit is configured by {', '.join(known)}"

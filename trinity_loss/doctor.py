@@ -8,17 +8,20 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_loss.audit_forecast import forecast
+from trinity_loss.errors import ConfigError
 from trinity_loss.kept_twice import option_traps
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.tables import print_table
+from trinity_loss.verl.choice import engine_loss, name_of
 from trinity_loss.verl.compat import installed
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from trinity_loss.verl.composed import actor_config, distillation_config
 
 PACKAGES = ("trinity-loss", "verl", "torch", "tensordict", "ray", "hydra-core", "transformers", "trinity-rft",
             "megatron-core", "vllm", "sglang")  # fmt: skip
@@ -96,14 +99,7 @@ def _loss(
     actor: dict[str, Any], distillation: dict[str, Any] | None, correction: dict[str, Any] | None
 ) -> tuple[str, bool, str | None]:
     """The loss of a worker, whether it is ours, and what it fails with."""
-    from functools import partial
-
-    from omegaconf import OmegaConf
     from verl.workers.utils.losses import ppo_loss
-
-    from trinity_loss.errors import ConfigError
-    from trinity_loss.verl.choice import engine_loss
-    from trinity_loss.verl.composed import actor_config, distillation_config
 
     bound: Any = ppo_loss
     selected = "trinity_loss" in str(actor["policy_loss"].get("_target_", ""))
@@ -127,7 +123,6 @@ def _loss(
 def _worker_classes() -> tuple[str, list[str], list[str]]:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from trinity_loss.verl.choice import name_of
     from trinity_loss.verl.worker import TrinityWorkerMixin, subclasses
 
     def around() -> list[str]:
@@ -163,12 +158,7 @@ def look_in_ray_worker(*configuration: Any) -> Process:
 
 
 def traps(config: DictConfig, seen: Process) -> list[str]:
-    """What is likely to go wrong in a configuration, a sentence each.
-
-    Args:
-        config: A composed verl configuration.
-        seen: What the process that runs it sees.
-    """
+    """What is likely to go wrong in a composed configuration, given what the process that runs it sees."""
     found = [seen.failure] if seen.failure is not None else []
     found += [] if seen.ours else _loss_traps(config.actor_rollout_ref.actor)
     if not seen.ours and config.get("distillation") is not None and config.distillation.get("enabled"):
@@ -239,7 +229,6 @@ def examine(config: DictConfig, *, ray: bool = True, as_json: bool = False) -> b
     Returns:
         Whether nothing is wrong.
     """
-    from omegaconf import OmegaConf
 
     def plain(key: str) -> Any:
         part = OmegaConf.select(config, key)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_loss.verl.policy_options import CORRECTION, unread_corrections
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
-_POLICY_LOSS, _CORRECTION = f"{_ACTOR}.policy_loss", "algorithm.rollout_correction"
+_POLICY_LOSS, _OF_TRAINER = f"{_ACTOR}.policy_loss", "algorithm.rollout_correction"
 #: The section of an engine's own options, where it is not called as the strategy is.
 _ENGINE_SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config"}
 #: Where verl reads what stands in several sections; elsewhere it is the engine's.
@@ -20,26 +22,17 @@ _RENAMED = ((f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"), (f"{_ACTOR}.grad_clip", f"
 
 
 def option_traps(config: DictConfig, *, ours: bool) -> list[str]:
-    """What of a configuration verl reads from another place than where it was said.
-
-    Args:
-        config: A composed verl configuration.
-        ours: Whether the loss is one of ours.
-    """
+    """What of a composed configuration verl reads from another place than where it was said."""
     return [*_sections(config), *_renamed(config), *_clip_ranges(config), *_corrections(config, ours)]
-
-
-def _select(config: DictConfig, key: str) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(config, key)
 
 
 def _sections(config: DictConfig) -> Iterator[str]:
     """Options of one name in the sections of actor, engine and model."""
-    strategy = _select(config, f"{_ACTOR}.strategy")
+    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy")
     engine = f"{_ACTOR}.{_ENGINE_SECTIONS.get(strategy, strategy)}"
-    sections = {place: found for place in (_ACTOR, engine, _MODEL) if (found := _select(config, place)) is not None}
+    sections = {
+        place: found for place in (_ACTOR, engine, _MODEL) if (found := OmegaConf.select(config, place)) is not None
+    }
     for place, section in sections.items():
         defaults = _defaults(section)
         for name, value in section.items():
@@ -59,20 +52,18 @@ def _sections(config: DictConfig) -> Iterator[str]:
 
 def _defaults(section: Any) -> dict[str, Any]:
     """What the dataclass of a section has where nobody says anything."""
-    from hydra.utils import get_class
-
     made = get_class(section._target_) if section.get("_target_") else None
     return {f.name: f.default for f in fields(made)} if is_dataclass(made) else {}
 
 
 def _renamed(config: DictConfig) -> Iterator[str]:
     for place, read in _RENAMED:
-        value, other = _select(config, place), _select(config, read)
-        unsaid = _defaults(_select(config, place.rpartition(".")[0])).get(place.rpartition(".")[2])
+        value, other = OmegaConf.select(config, place), OmegaConf.select(config, read)
+        unsaid = _defaults(OmegaConf.select(config, place.rpartition(".")[0])).get(place.rpartition(".")[2])
         if None not in (value, other) and value not in (other, unsaid):
             yield _differ(place, value, read, other)
     dynamic, of_rollout = (
-        _select(config, key) for key in (f"{_ACTOR}.use_dynamic_bsz", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
+        OmegaConf.select(config, key) for key in (f"{_ACTOR}.use_dynamic_bsz", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
     )
     if dynamic != of_rollout:
         yield (
@@ -82,7 +73,7 @@ def _renamed(config: DictConfig) -> Iterator[str]:
 
 
 def _clip_ranges(config: DictConfig) -> Iterator[str]:
-    actor = _select(config, _ACTOR)
+    actor = OmegaConf.select(config, _ACTOR)
     both = (actor.clip_ratio_low, actor.clip_ratio_high)
     if None not in both and actor.clip_ratio not in (*both, _defaults(actor).get("clip_ratio")):
         yield (
@@ -97,26 +88,19 @@ def _differ(place: str, value: Any, read: str, other: Any) -> str:
 
 def _corrections(config: DictConfig, ours: bool) -> Iterator[str]:
     """Rollout correction: the trainer reads ``algorithm``, the loss ``policy_loss``, and verl copies it too late."""
-    from trinity_loss.verl.policy_options import unread_corrections
-
-    said, own = (_select(config, key) or {} for key in (_CORRECTION, f"{_POLICY_LOSS}.rollout_correction"))
-    loss_mode, bypass = _select(config, f"{_POLICY_LOSS}.loss_mode"), bool(said.get("bypass_mode"))
+    said, own = (OmegaConf.select(config, key) or {} for key in (_OF_TRAINER, f"{_POLICY_LOSS}.rollout_correction"))
+    loss_mode, bypass = OmegaConf.select(config, f"{_POLICY_LOSS}.loss_mode"), bool(said.get("bypass_mode"))
     asked = [name for name in ("bypass_mode", "rollout_is", "rollout_rs") if said.get(name)]
-    if asked and not _select(config, f"{_ROLLOUT}.calculate_log_probs"):
+    if asked and not OmegaConf.select(config, f"{_ROLLOUT}.calculate_log_probs"):
         what = "verl fails at the first step" if bypass else "verl corrects nothing, and does not say so"
-        yield f"{_CORRECTION}.{asked[0]} is {said[asked[0]]}, but {_ROLLOUT}.calculate_log_probs is not True: {what}"
+        yield f"{_OF_TRAINER}.{asked[0]} is {said[asked[0]]}, but {_ROLLOUT}.calculate_log_probs is not True: {what}"
     if bypass and not ours:
-        unread = [name for name in said if name in _READ_BY_LOSS and own.get(name, said[name]) != said[name]]
+        unread = [name for name in said if name in CORRECTION and own.get(name, said[name]) != said[name]]
         if loss_mode != "bypass_mode" or not own or unread:
             yield (
-                f"{_CORRECTION}.bypass_mode is True, but verl makes its actor before it says so there: "
-                f"{_POLICY_LOSS}.loss_mode=bypass_mode +{_POLICY_LOSS}.rollout_correction=${{{_CORRECTION}}} makes it "
+                f"{_OF_TRAINER}.bypass_mode is True, but verl makes its actor before it says so there: "
+                f"{_POLICY_LOSS}.loss_mode=bypass_mode +{_POLICY_LOSS}.rollout_correction=${{{_OF_TRAINER}}} makes it "
                 "reach the loss"
             )
     if said:
         yield from unread_corrections(loss_mode, own, said)
-
-
-#: Options that the loss reads; ``bypass_mode`` is the trainer's.
-_READ_BY_LOSS = ("loss_type", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
-                 "rollout_rs_threshold")  # fmt: skip

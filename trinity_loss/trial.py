@@ -31,11 +31,6 @@ _TAKEN_PREFIXES = ("trinity_loss/", "shadow/", "perf/")
 def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, Any]) -> Iterator[TokenLoss]:
     """Calls a loss on two sequences (two groups of them, for a loss of groups), then with one of them fully masked.
 
-    Args:
-        loss_mode: Its name, for errors.
-        loss: The loss.
-        arguments: Its keyword arguments.
-
     Yields:
         What it returned.
 
@@ -75,10 +70,7 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
 def check_metrics(loss_mode: str, result: TokenLoss, taken_prefix: str | None) -> None:
     """Raises :class:`ConfigError` where a metric's name says another kind, stands twice or is another metric's.
 
-    Args:
-        loss_mode: Whose metrics, for errors.
-        result: What the loss returned.
-        taken_prefix: What no name may begin with, beside what is logged anyway.
+    No name may begin with ``taken_prefix``, nor be what is logged anyway.
     """
     added = MetricSet()
     names = [*result.means, *result.maxima, *result.minima]

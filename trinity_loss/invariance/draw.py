@@ -79,13 +79,7 @@ def make_mini_batch(sequences: int = 36, seed: int = 0, longest: int = 24, maske
 
 
 def with_teacher(batch: MiniBatch, distillation: DistillationLossConfig | None, seed: int = 0) -> MiniBatch:
-    """A mini-batch with what a distillation reads of a teacher, drawn; what is there already stays.
-
-    Args:
-        batch: The mini-batch.
-        distillation: What is read; None: nothing.
-        seed: Of what is drawn.
-    """
+    """A mini-batch with what a distillation (None: nothing) reads of a teacher, drawn; what is there already stays."""
     if distillation is None:
         return batch
     draw = torch.Generator().manual_seed(seed)
@@ -112,7 +106,7 @@ def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0
     """A mini-batch with fields of a user's own.
 
     Args:
-        batch: The mini-batch.
+        batch: Without them.
         fields: By name: ``token`` or ``sequence`` for a number drawn per response token or per sequence, or a
             number, which is the same in every micro-batch.
         seed: Of what is drawn.
@@ -138,12 +132,7 @@ def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0
 
 
 def special_mini_batches(batch: MiniBatch, seed: int = 0) -> Iterator[tuple[str, MiniBatch]]:
-    """Mini-batches in which faults show that an ordinary one hides, each with what is special about it.
-
-    Args:
-        batch: The ordinary one, whose fields they have.
-        seed: Of what is drawn.
-    """
+    """Mini-batches like this one in which faults show that it hides, each with what is special about it."""
     advantages = batch.token_fields.get("advantages")
     lengths, old = batch.response_lengths, batch.token_fields.get("old_log_probs")
     if advantages is not None:

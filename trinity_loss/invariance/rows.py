@@ -68,12 +68,9 @@ class Deviation:
 
     @classmethod
     def between(cls, gradient: Tensor, reference: Tensor, nothing: float = 0.0) -> Deviation:
-        """Compares two gradients [N]; infinite on NaN that the whole has not.
+        """Compares two gradients [N], the whole's being the reference; infinite on NaN that the whole has not.
 
-        Args:
-            gradient: Of the cut.
-            reference: Of the whole.
-            nothing: A norm that is rounding.
+        A norm up to ``nothing`` is rounding.
         """
         if not bool(torch.isfinite(gradient).all()):
             if torch.allclose(gradient, reference, equal_nan=True):

@@ -60,11 +60,7 @@ class ParameterShare:
 
 
 def gradient_shares(engine: Any) -> list[ParameterShare]:
-    """The parts of the gradient that this rank holds, of FSDP2, FSDP1, Megatron, or parameters that are whole.
-
-    Args:
-        engine: A training engine of verl.
-    """
+    """The parts of the gradient that this rank holds, of FSDP2, FSDP1, Megatron, or parameters that are whole."""
     if isinstance(engine.module, list):
         return [share for chunk in engine.module for share in _of_megatron(chunk)]
     flat = [(n, m) for n, m in engine.module.named_modules() if isinstance(m, FullyShardedDataParallel)]
@@ -187,11 +183,7 @@ class Comparison:
 
 
 def joined(parts: Sequence[Comparison]) -> dict[str, Distance]:
-    """How far each pair is apart, and ``all`` of them together, over the parts of all ranks.
-
-    Args:
-        parts: With the same names.
-    """
+    """How far each pair is apart, and ``all`` of them together, over the parts of all ranks."""
     sums = torch.stack([part.sums for part in parts]).sum(0)
     maxima = torch.stack([part.maxima for part in parts]).amax(0)
     found = {n: _distance(s, m) for n, s, m in zip(parts[0].names, sums, maxima, strict=True) if s[:2].any()}
@@ -218,12 +210,7 @@ def _distance(sums: Tensor, maxima: Tensor) -> Distance:
 
 
 def off(run: Mapping[str, Any], name: str = "all") -> float:
-    """Relative deviation of a pass: of the gradient (``all``), or of what the model or the loss gave by its name.
-
-    Args:
-        run: What was found of the pass, as plain data, :class:`Distance` by ``gradient`` and ``tokens`` by name.
-        name: Of what.
-    """
+    """Relative deviation of a pass: of the gradient (``all``), or of what the model or the loss gave by its name."""
     found = run["gradient" if name == "all" else "tokens"].get(name)
     return 0.0 if found is None else math.inf if math.isnan(found["error"]) else float(found["error"])
 

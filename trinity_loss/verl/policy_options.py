@@ -43,8 +43,8 @@ _MODES = ("loss_agg_mode", "entropy_agg_mode", "kl_agg_mode")
 #: Fields of verl's configurations that one loss_mode alone reads, by the name of its argument.
 _ACTOR_ARGUMENTS = ("tau_pos", "tau_neg")
 _POLICY_LOSS_ARGUMENTS = ("dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-#: Options of the bypass mode; where a mapping does not name one, verl's loss takes these.
-_CORRECTION: dict[str, Any] = {
+#: Options that the loss of the bypass mode reads; where a mapping does not name one, verl's loss takes these.
+CORRECTION: dict[str, Any] = {
     "loss_type": "ppo_clip",
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
@@ -138,7 +138,7 @@ def _as_correction(given: Any) -> RolloutCorrectionConfig:
     if not isinstance(given, RolloutCorrectionConfig):
         check(name, given, Rule(lambda value: isinstance(value, Mapping), "a mapping"))
         _check_correction(name, given)
-        given = RolloutCorrectionConfig(**_CORRECTION | dict(given))
+        given = RolloutCorrectionConfig(**CORRECTION | dict(given))
     _check_correction(name, {f.name: getattr(given, f.name) for f in fields(given)})
     return given
 
@@ -178,7 +178,7 @@ def loss_config(
     loss_mode, options = _with_bypass(policy_loss, correction)
     arguments = dict(policy_loss.loss_args)
     verls: dict[str, tuple[str, Any]] = dict.fromkeys(_ACTOR_ARGUMENTS, (_ACTOR, actor))
-    verls |= dict.fromkeys(_POLICY_LOSS_ARGUMENTS, (_HERE, policy_loss)) | dict.fromkeys(_CORRECTION, options)
+    verls |= dict.fromkeys(_POLICY_LOSS_ARGUMENTS, (_HERE, policy_loss)) | dict.fromkeys(CORRECTION, options)
     for name, default in get_policy_loss(loss_mode).arguments.items():
         if name in verls:
             place, owner = verls[name]
@@ -199,7 +199,7 @@ def loss_config(
 def _check_said_once(place: str, value: Any, owner: Any, given: Any) -> None:
     """Raises :class:`ConfigError` where verl's own option and ``loss_args`` both say something, and not the same."""
     name = place.rpartition(".")[2]
-    unsaid = (_CORRECTION.get(name), *(f.default for f in fields(owner) if f.name == name))
+    unsaid = (CORRECTION.get(name), *(f.default for f in fields(owner) if f.name == name))
     if not any(_same(value, other) for other in (given, *unsaid)):
         raise ConfigError(f"{place} is {value!r}, but {_HERE}.loss_args.{name} is {given!r}; leave one of them out")
 
@@ -265,9 +265,9 @@ def _with_bypass(
     _check_correction(_THERE, correction)
     if not correction.get(_BYPASS):
         return mode, (here, own)
-    theirs = RolloutCorrectionConfig(**_CORRECTION | {k: v for k, v in correction.items() if k in _CORRECTION})
+    theirs = RolloutCorrectionConfig(**CORRECTION | {k: v for k, v in correction.items() if k in CORRECTION})
     if own != RolloutCorrectionConfig():
-        for name in _CORRECTION:
+        for name in CORRECTION:
             mine, value = getattr(own, name), getattr(theirs, name)
             if not _same(mine, value):
                 raise ConfigError(
@@ -276,7 +276,7 @@ def _with_bypass(
     if mode in ("vanilla", "ppo", _BYPASS):
         return _BYPASS, (_THERE, theirs)
     for name in ("rollout_rs", "rollout_is", "loss_type"):
-        nothing, value = _CORRECTION[name], getattr(theirs, name)
+        nothing, value = CORRECTION[name], getattr(theirs, name)
         if value != nothing:
             raise ConfigError(
                 f"{_THERE}.bypass_mode is on and {name} is {value!r}, which verl's loss bypass_mode reads, but "

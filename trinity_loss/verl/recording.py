@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -42,22 +43,13 @@ class RunRecording:
     def around(
         self, loss_fn: Callable[..., Any], config: LossConfig, engine: Any, step: int, mini_batch: int
     ) -> Iterator[Callable[..., Any]]:
-        """The loss to train a mini-batch with, which then is saved if its step is chosen.
-
-        Args:
-            loss_fn: The loss that trains.
-            config: What it computes.
-            engine: verl's engine.
-            step: Training step.
-            mini_batch: Counted from 1 within the step.
-        """
+        """The loss to train a mini-batch (counted from 1 within the step) with, saved then if its step is chosen."""
         if step not in self.steps:
             yield loss_fn
             return
         rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-        run, folder = self._agree(
-            Provenance(self._run, step, mini_batch, rank, ranks), engine.get_data_parallel_group()
-        )
+        mine = Provenance(self._run, step, mini_batch, rank, ranks)
+        run, folder = self._agree(mine, engine.get_data_parallel_group())
         what = f"recording {folder}"
         experts = config.policy_loss.mixture is not None
         recorder: Recorder | None = Recorder(self.max_bytes, config.row_weights, experts)
@@ -77,7 +69,7 @@ class RunRecording:
         # Ranks that share their data, as the stages of a pipeline do, need one copy.
         if recorder is not None and engine.is_mp_src_rank_with_outputs():
             with only_warning(what):
-                recorder.write(folder, Provenance(run, step, mini_batch, rank, ranks), config)
+                recorder.write(folder, replace(mine, run=run), config)
 
     def _agree(self, provenance: Provenance, group: Any) -> tuple[str, Path]:
         """Name of the run and folder of the mini-batch, those of the first rank for all: a free one."""
