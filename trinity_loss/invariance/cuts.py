@@ -64,9 +64,9 @@ class Cut:
         return f"{self.label}, {self.layout} layout"
 
 
-def whole(batch: MiniBatch, layout: Layout = "nested", width: int | None = None) -> Cut:
+def whole(batch: MiniBatch, layout: Layout = "nested") -> Cut:
     """The mini-batch in one piece."""
-    return Cut("even", ((tuple(range(batch.num_sequences)),),), layout, width)
+    return Cut("even", ((tuple(range(batch.num_sequences)),),), layout)
 
 
 def even(batch: MiniBatch, micro_batches: int, ranks: int) -> Ranks:

@@ -102,19 +102,18 @@ def with_teacher(batch: MiniBatch, distillation: DistillationLossConfig | None, 
     return batch.with_fields(**drawn | dict(batch.token_fields))
 
 
-def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str], seed: int = 0) -> MiniBatch:
+def with_extra_fields(batch: MiniBatch, fields: Mapping[str, str]) -> MiniBatch:
     """A mini-batch with fields of a user's own.
 
     Args:
         batch: Without them.
         fields: By name: ``token`` or ``sequence`` for a number drawn per response token or per sequence, or a
             number, which is the same in every micro-batch.
-        seed: Of what is drawn.
 
     Raises:
         ConfigError: A value is none of these, or there is a field of that name.
     """
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     tokens, rows, constants = dict(batch.token_fields), dict(batch.sequence_fields), dict(batch.constants)
     taken = {*tokens, *rows, *constants, *batch.all_totals, "response_mask", "uid", "prompts", "responses"}
     for name, value in fields.items():

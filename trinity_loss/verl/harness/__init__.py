@@ -15,23 +15,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_loss.verl.harness.engine_case import (
-    BatchSpec,
-    EngineCase,
-    EngineError,
-    EngineName,
-    EngineResult,
-)
+from trinity_loss.verl.harness.engine_case import BatchSpec, EngineCase, EngineError, EngineName, EngineResult
 from trinity_loss.verl.harness.launch import launch
 from trinity_loss.verl.harness.rank import Job
 
-__all__ = [
-    "BatchSpec",
-    "EngineCase",
-    "EngineError",
-    "EngineResult",
-    "run_cases",
-]
+__all__ = ["BatchSpec", "EngineCase", "EngineError", "EngineResult", "run_cases"]
 
 MODULES = {
     "fsdp": "trinity_loss.verl.harness.fsdp",
@@ -44,11 +32,7 @@ ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def run_cases(
-    engine: EngineName,
-    cases: Sequence[EngineCase],
-    *,
-    ray: bool = False,
-    timeout: float = 300.0,
+    engine: EngineName, cases: Sequence[EngineCase], *, ray: bool = False, timeout: float = 300.0
 ) -> list[EngineResult]:
     """Run cases one after the other through one engine.
 
@@ -84,5 +68,4 @@ def run_cases(
     environment = ON_CPU if device == "cpu" else ON_CUDA
     with tempfile.TemporaryDirectory(prefix="trinity_") as folder:
         job = Job(tuple(cases), str(Path(folder) / "model"), timeout)
-        results: list[EngineResult] = launch(MODULES[kind], job, environment=environment, timeout=timeout)
-    return results
+        return launch(MODULES[kind], job, environment=environment, timeout=timeout)

@@ -109,23 +109,9 @@ class EngineCase:
     @property
     def engine_options(self) -> tuple[Any, ...]:
         """What needs an engine of its own; cases that agree here share one."""
-        return (
-            self.world_size,
-            self.packed,
-            self.trinity_worker,
-            self.fsdp_size,
-            self.no_sync,
-            self.per_token_loss,
-            self.pipeline,
-            self.virtual_pipeline,
-            self.tensor,
-            self.distributed_optimizer,
-            self.sequence_parallel,
-            self.split_norms,
-            self.dtype,
-            self.learning_rate,
-            (self.batch, self.micro_batches, self.max_tokens, self.steps) if self.learning_rate else None,
-        )
+        free = ("batch", "micro_batches", "max_tokens", "steps")
+        mine = [value for name, value in vars(self).items() if name not in (*free, "loss", "label", "device")]
+        return (*mine, tuple(getattr(self, name) for name in free) if self.learning_rate else None)
 
 
 @dataclass(frozen=True)
@@ -214,5 +200,4 @@ def load(loss: Loss) -> Callable[..., Any]:
     Raises:
         ConfigError: There is none.
     """
-    found: Callable[..., Any] = find_at("loss", loss) if isinstance(loss, str) else loss
-    return found
+    return find_at("loss", loss) if isinstance(loss, str) else loss

@@ -161,11 +161,7 @@ def cut(case: EngineCase, data_parallel: int, step: int = 0) -> TensorDict:
 
 
 def result_of(
-    case: EngineCase,
-    records: list[Record],
-    metrics: dict[str, Any],
-    seconds: float,
-    moved: torch.Tensor | None = None,
+    case: EngineCase, records: list[Record], metrics: dict[str, Any], seconds: float, moved: torch.Tensor | None = None
 ) -> EngineResult:
     """Join what the ranks kept and let verl reduce the metrics.
 
