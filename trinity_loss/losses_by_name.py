@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 _DRO_BETA, _SCALE_FACTOR = 0.1, 100
 _VERL_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _TRINITY_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
 _ONE_POSITIONAL = ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
 #: Makes a loss; making one takes a while, since verl checks the whole configuration.
@@ -66,11 +65,11 @@ def candidates(spec: str, config: DictConfig, contract: str = "verl", weight_fn:
         yield partial(_of_contract, spec, chosen, weight_fn)
         return
     if family in _FAMILIES and name == "all":
-        for loss_mode in _NAMES[family]():
-            for mode in _MODES[family]:
-                yield from _of_every_mode(family, loss_mode, mode, config)
+        _, names, modes = _FAMILIES[family]
+        for loss_mode, mode in product(names(), modes()):
+            yield from _of_every_mode(family, loss_mode, mode, config)
     elif family in _FAMILIES:
-        yield partial(_FAMILIES[family], name or None, config, {})
+        yield partial(_FAMILIES[family][0], name or None, config, {})
     elif name:
         yield partial(_from_module, spec, config)
     else:
@@ -125,7 +124,7 @@ def _of_every_mode(family: str, loss_mode: str, mode: str, config: DictConfig) -
         scales = [None] if family == "verl" else []
         scales.append(config.actor_rollout_ref.actor.loss_scale_factor or _SCALE_FACTOR)
     for scale in scales:
-        yield partial(_FAMILIES[family], loss_mode, config, {"loss_agg_mode": mode, "loss_scale_factor": scale})
+        yield partial(_FAMILIES[family][0], loss_mode, config, {"loss_agg_mode": mode, "loss_scale_factor": scale})
 
 
 def _policy_loss(config: DictConfig, loss_mode: str | None) -> dict[str, Any]:
@@ -181,40 +180,28 @@ def _verls(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]) -
     from trinity_loss.verl.policy_options import distillation_of
 
     policy_loss = {"_target_": "verl.workers.config.PolicyLossConfig", **_policy_loss(config, loss_mode)}
-    names = _NAMES["verl"]()
+    names = _verl_names()
     if policy_loss["loss_mode"] not in names:
         raise ConfigError(f"verl has no loss {policy_loss['loss_mode']!r}; expected one of {', '.join(names)}")
-    ours_only = [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()]
-    actor = actor_config(_without(config, ours_only), policy_loss, **changes)
+    actor = actor_config(_without_ours(config), policy_loss, **changes)
     name = _title("verl", policy_loss["loss_mode"], actor.loss_agg_mode, actor.loss_scale_factor)
     teacher = distillation_config(config)
     if teacher is not None:
-        ours, bound = (
-            distillation_of(teacher),
-            partial(distillation_ppo_loss, config=actor, distillation_config=teacher),
-        )
+        ours = distillation_of(teacher)
+        bound = partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
         return BoundLoss(_distilling(name, ours), bound, token_budgets(actor), distillation=ours)
     return BoundLoss(name, partial(ppo_loss, config=actor), token_budgets(actor))
 
 
-def _verl_fields() -> set[str]:
-    from verl.workers.config import PolicyLossConfig
-
-    return {*PolicyLossConfig.__dataclass_fields__, "_target_"}
-
-
-def _without(config: DictConfig, names: list[str]) -> DictConfig:
+def _without_ours(config: DictConfig) -> DictConfig:
     """The configuration without our fields of ``policy_loss``, which verl's dataclass does not have."""
     from omegaconf import OmegaConf
+    from verl.workers.config import PolicyLossConfig
 
-    if not names:
-        return config
-    actor = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
-    assert isinstance(actor, dict)
-    for name in names:
-        del actor["policy_loss"][name]
-    copy: DictConfig = OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
-    return copy
+    known = {*PolicyLossConfig.__dataclass_fields__, "_target_"}
+    actor: Any = OmegaConf.to_container(config.actor_rollout_ref.actor, resolve=True)
+    actor["policy_loss"] = {name: value for name, value in actor["policy_loss"].items() if name in known}
+    return OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
 
 
 class WithRowFields:
@@ -252,11 +239,11 @@ def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]
     except ImportError as error:
         raise ConfigError(f"Trinity-RFT cannot be imported (pip install --no-deps trinity-rft): {error}") from error
     name = loss_mode or "ppo"
-    names = _NAMES["trinity"]()
+    names = _trinity_names()
     if name not in names:
         raise ConfigError(f"Trinity-RFT has no loss {name!r}; expected one of {', '.join(names)}")
-    base = _without(config, [k for k in config.actor_rollout_ref.actor.policy_loss if k not in _verl_fields()])
-    actor = actor_config(base, {"_target_": "verl.workers.config.PolicyLossConfig", "loss_mode": "vanilla"}, **changes)
+    verls = {"_target_": "verl.workers.config.PolicyLossConfig", "loss_mode": "vanilla"}
+    actor = actor_config(_without_ours(config), verls, **changes)
     arguments = dict(POLICY_LOSS_FN.get(name).default_args())
     for argument, value in (("loss_agg_mode", actor.loss_agg_mode), ("clip_range", actor.clip_ratio)):
         if argument in arguments:
@@ -284,14 +271,19 @@ def _trinitys(loss_mode: str | None, config: DictConfig, changes: dict[str, Any]
     return BoundLoss(title, WithRowFields(loss_fn), token_budgets(actor), pairs, contract=contract)
 
 
-def _from_module(spec: str, config: DictConfig) -> BoundLoss:
+def _callable_at(spec: str) -> Any:
     found = find_at("--loss", spec)
+    if not callable(found):
+        raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
+    return found
+
+
+def _from_module(spec: str, config: DictConfig) -> BoundLoss:
+    found = _callable_at(spec)
     if inspect.isclass(found):
         raise ConfigError(
             f"--loss {spec} is a class; expected a function or an object: give the module one that is made"
         )
-    if not callable(found):
-        raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
     try:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
@@ -316,16 +308,13 @@ def _made_anew(spec: str) -> LossFn:
     found = importlib.util.find_spec(module)
     if found is None or found.loader is None:
         return find_at("--loss", spec)
-    again = importlib.util.module_from_spec(found)
+    again: Any = importlib.util.module_from_spec(found)
     found.loader.exec_module(again)
-    made: Any = reduce(getattr, name.split("."), again)
-    return made
+    return reduce(getattr, name.split("."), again)
 
 
 def _of_contract(spec: str, contract: Contract, weight_fn: str | None) -> BoundLoss:
-    found = find_at("--loss", spec)
-    if not callable(found):
-        raise ConfigError(f"--loss {spec} is a {type(found).__name__}; expected a callable")
+    found = _callable_at(spec)
     weigh = None if weight_fn is None else find_at("--weight-fn", weight_fn)
     return BoundLoss(f"{spec} ({contract.name})", Played(contract, found, weigh), contract=contract)
 
@@ -353,21 +342,10 @@ def _trinity_names() -> tuple[str, ...]:
     return tuple(POLICY_LOSS_FN._default_mapping)
 
 
-_FAMILIES: dict[str, Callable[[str | None, DictConfig, dict[str, Any]], BoundLoss]] = {
-    "ours": _ours,
-    "verl": _verls,
-    "trinity": _trinitys,
-    "scaled_trinity": partial(_trinitys, family="scaled_trinity"),
-}
-_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
-    "ours": policy_loss_names,
-    "verl": _verl_names,
-    "trinity": _trinity_names,
-    "scaled_trinity": _trinity_names,
-}
-_MODES = {
-    "ours": aggregation_mode_names(),
-    "verl": _VERL_MODES,
-    "trinity": _TRINITY_MODES,
-    "scaled_trinity": _TRINITY_MODES,
+#: Of each family what makes a loss, the names of its losses, and its aggregation modes.
+_FAMILIES: dict[str, tuple[Callable[..., BoundLoss], Callable[[], Iterable[str]], Callable[[], Iterable[str]]]] = {
+    "ours": (_ours, policy_loss_names, aggregation_mode_names),
+    "verl": (_verls, _verl_names, lambda: _VERL_MODES),
+    "trinity": (_trinitys, _trinity_names, lambda: _TRINITY_MODES),
+    "scaled_trinity": (partial(_trinitys, family="scaled_trinity"), _trinity_names, lambda: _TRINITY_MODES),
 }
