@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
 from trinity_loss.import_path import find_at
-from trinity_loss.jagged import jagged_parts
 from trinity_loss.rules import POSITIVE
 from trinity_loss.tokens import ResponseTokens, SequenceGroups
 from trinity_loss.totals import GroupCount, find_count
@@ -368,20 +367,15 @@ def aggregate_loss(
         # Both keep the graph of the losses, which a contiguous copy of a narrowed tensor does not.
         narrowed = cast(Any, loss_mat).lengths() is not None
         losses = torch.cat(loss_mat.unbind()) if narrowed else loss_mat.values()
-        mask, offsets = jagged_parts(loss_mask)
-        if losses.shape != mask.shape:
-            raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {mask.numel()}")
-        tokens = ResponseTokens.from_jagged(mask, offsets)
     else:
         if loss_mat.shape != loss_mask.shape:
             raise FieldShapeError(
                 f"loss_mask has shape {list(loss_mask.shape)}; expected that of loss_mat, {list(loss_mat.shape)}"
             )
         losses = loss_mat.reshape(-1)
-        if segment_ids is None:
-            tokens = ResponseTokens.from_padded(loss_mask)
-        else:
-            tokens = ResponseTokens.from_packed(loss_mask, segment_ids)
+    tokens = ResponseTokens.of(loss_mask, segment_ids)
+    if losses.shape != tokens.mask.shape:
+        raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {tokens.size}")
     count = None if mode.total is None else find_count(mode.total)
     if isinstance(count, GroupCount):
         ids = {"prompt_ids": prompt_ids, "trajectory_ids": trajectory_ids}.get(count.ids)

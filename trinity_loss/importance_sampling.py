@@ -63,30 +63,28 @@ def add_weight_metrics(
         applied.clamp(0, upper), weights, {f"{name}_std": "std", f"{name}_eff_sample_size": "effective_sample_size"}
     )
     if level == "token":
-        metrics.add_extreme(f"{name}_max", "max", tokens.maximum(applied))
-        metrics.add_extreme(f"{name}_min", "min", tokens.minimum(applied))
+        metrics.add_extremes(name, applied, tokens.mask)
         high, low, where = raw > upper, raw < lower, weights
     else:
         of_sequence = log_ratio.of_sequence(level)
-        metrics.add_extreme(
-            f"{name}_max", "max", extreme_of(of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty, "max")
-        )
-        metrics.add_extreme(
-            f"{name}_min", "min", extreme_of(of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty, "min")
-        )
+        metrics.add_extremes(name, of_sequence.clamp(max=LOG_RATIO_LIMIT).exp(), nonempty)
         high, low, where = of_sequence > math.log(upper), of_sequence < math.log(lower), of_sequences
     metrics.add_moments(high.to(raw.dtype), where, {f"{name}_ratio_fraction_high": "mean"})
     metrics.add_moments(low.to(raw.dtype), where, {f"{name}_ratio_fraction_low": "mean"})
 
-    per_sequence = tokens.mean_per_sequence(applied)
     raw_per_sequence = tokens.mean_per_sequence(raw)
-    metrics.add_moments(per_sequence, of_sequences, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
-    metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
-    metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
-    metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of((per_sequence - 1).abs(), nonempty, "max"))
+    add_sequence_metrics(metrics, log_ratio, f"{name}_seq", tokens.mean_per_sequence(applied), 1.0)
     above, below = raw_per_sequence > upper, raw_per_sequence < lower
     metrics.add_moments(above.to(raw.dtype), of_sequences, {f"{name}_seq_fraction_high": "mean"})
     metrics.add_moments(below.to(raw.dtype), of_sequences, {f"{name}_seq_fraction_low": "mean"})
+
+
+def add_sequence_metrics(metrics: MetricSet, log_ratio: LogRatio, name: str, values: Tensor, expected: float) -> None:
+    """Adds mean, spread and extremes of values [S], and how far one is from ``expected`` at most."""
+    nonempty = log_ratio.nonempty
+    metrics.add_moments(values, log_ratio.sequence_weights, {f"{name}_mean": "mean", f"{name}_std": "unbiased_std"})
+    metrics.add_extremes(name, values, nonempty)
+    metrics.add_extreme(f"{name}_max_deviation", "max", extreme_of((values - expected).abs(), nonempty, "max"))
 
 
 def add_offpolicy_metrics(
@@ -127,8 +125,7 @@ def add_offpolicy_metrics(
         metrics.add_moments(values, log_ratio.sequence_weights, {prefix + name: "mean"})
     for name, values in per_token.items():
         metrics.add_moments(values, weights, {prefix + name: "mean"})
-    metrics.add_extreme(prefix + "log_ppl_diff_max", "max", extreme_of(difference, nonempty, "max"))
-    metrics.add_extreme(prefix + "log_ppl_diff_min", "min", extreme_of(difference, nonempty, "min"))
+    metrics.add_extremes(prefix + "log_ppl_diff", difference, nonempty)
 
 
 def importance_sampling_metrics(
@@ -188,7 +185,8 @@ def importance_sampling_metrics(
 
 def _flatten(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, segment_ids: Tensor | None
-) -> tuple[ResponseTokens, tuple[Tensor, Tensor]]:
+) -> tuple[ResponseTokens, list[Tensor]]:
+    tokens, flat = ResponseTokens.of(response_mask, segment_ids), []
     for name, value in (("old_log_prob", old_log_prob), ("rollout_log_prob", rollout_log_prob)):
         if value.is_nested != response_mask.is_nested:
             raise FieldShapeError(f"{name} and response_mask must both be jagged or both dense")
@@ -196,15 +194,7 @@ def _flatten(
             raise FieldShapeError(
                 f"{name} has shape {list(value.shape)}; expected that of response_mask, {list(response_mask.shape)}"
             )
-    if response_mask.is_nested:
-        tokens = ResponseTokens.from_jagged(*jagged_parts(response_mask))
-        flat = jagged_parts(old_log_prob)[0], jagged_parts(rollout_log_prob)[0]
-        for name, values in zip(("old_log_prob", "rollout_log_prob"), flat, strict=True):
-            if values.numel() != tokens.size:
-                raise FieldShapeError(f"{name} holds {values.numel()} tokens; response_mask {tokens.size}")
-        return tokens, flat
-    if segment_ids is None:
-        tokens = ResponseTokens.from_padded(response_mask)
-    else:
-        tokens = ResponseTokens.from_packed(response_mask, segment_ids)
-    return tokens, (old_log_prob.reshape(-1), rollout_log_prob.reshape(-1))
+        flat.append(jagged_parts(value)[0] if value.is_nested else value.reshape(-1))
+        if flat[-1].numel() != tokens.size:
+            raise FieldShapeError(f"{name} holds {flat[-1].numel()} tokens; response_mask {tokens.size}")
+    return tokens, flat

@@ -120,6 +120,11 @@ class MetricSet:
         check_metric_name(name, kind)
         self.entries[name] = Entry(kind, extreme)
 
+    def add_extremes(self, name: str, values: Tensor, counted: Tensor) -> None:
+        """The largest and the smallest of values [n] where ``counted`` bool [n], as ``…_max`` and ``…_min``."""
+        self.add_extreme(f"{name}_max", "max", extreme_of(values, counted, "max"))
+        self.add_extreme(f"{name}_min", "min", extreme_of(values, counted, "min"))
+
     def add_moments(self, values: Tensor, weights: Tensor, statistics: Mapping[str, str]) -> None:
         """Statistics of values [n] that weigh ``weights`` [n].
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError
-from trinity_loss.importance_sampling import add_offpolicy_metrics, add_weight_metrics
+from trinity_loss.importance_sampling import add_offpolicy_metrics, add_sequence_metrics, add_weight_metrics
 from trinity_loss.log_ratio import LogRatio, limited
-from trinity_loss.metric_set import MetricSet, extreme_of
+from trinity_loss.metric_set import MetricSet
 from trinity_loss.policy import ppo
 from trinity_loss.registry import OverMiniBatch, PolicyInputs, TokenLoss, register_policy_loss
 from trinity_loss.rules import BOOLEAN, TEXT, Rule, one_of, optional
@@ -255,23 +255,19 @@ def _add_rejection_metrics(
     of_tokens = rejection.name.startswith("token")
     per_sequence = tokens.mean_per_sequence(statistic) if of_tokens else statistic
     per_token = statistic if of_tokens else tokens.per_token(statistic)
-    nonempty, of_sequences = log_ratio.nonempty, log_ratio.sequence_weights
+    of_sequences = log_ratio.sequence_weights
     where = log_ratio.token_weights if of_tokens else of_sequences
     high, low = statistic > rejection.high, statistic < rejection.low
     floor = 0.0 if rejection.low == -math.inf else rejection.low
     metrics.add_moments(per_token, log_ratio.token_weights, {f"{name}_mean": "mean"})
     metrics.add_moments(per_token.clamp(floor, rejection.high), log_ratio.token_weights, {f"{name}_std": "std"})
-    metrics.add_extreme(f"{name}_max", "max", extreme_of(statistic, where > 0, "max"))
-    metrics.add_extreme(f"{name}_min", "min", extreme_of(statistic, where > 0, "min"))
+    metrics.add_extremes(name, statistic, where > 0)
     metrics.add_moments(high, where, {f"{name}_fraction_high": "mean"})
     metrics.add_moments(low, where, {f"{name}_fraction_low": "mean"})
     metrics.add_moments((per_sequence > rejection.high), of_sequences, {f"{name}_seq_fraction_high": "mean"})
     if rejection.low > -math.inf:
         metrics.add_moments((per_sequence < rejection.low), of_sequences, {f"{name}_seq_fraction_low": "mean"})
-    metrics.add_moments(per_sequence, of_sequences, {f"{name}_seq_mean": "mean", f"{name}_seq_std": "unbiased_std"})
-    metrics.add_extreme(f"{name}_seq_max", "max", extreme_of(per_sequence, nonempty, "max"))
-    metrics.add_extreme(f"{name}_seq_min", "min", extreme_of(per_sequence, nonempty, "min"))
-    metrics.add_extreme(f"{name}_seq_max_deviation", "max", extreme_of(per_sequence.abs(), nonempty, "max"))
+    add_sequence_metrics(metrics, log_ratio, f"{name}_seq", per_sequence, 0.0)
     _add_masked_fractions(metrics, log_ratio, keeps if of_tokens else tokens.per_token(keeps), name)
 
 

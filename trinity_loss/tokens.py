@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import FieldShapeError, NonFiniteError
+from trinity_loss.jagged import jagged_parts
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -112,6 +113,13 @@ class ResponseTokens:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+    @classmethod
+    def of(cls, mask: Tensor, segment_ids: Tensor | None = None) -> ResponseTokens:
+        """Of a mask in whatever layout: jagged, packed with segment ids, or padded."""
+        if mask.is_nested:
+            return cls.from_jagged(*jagged_parts(mask))
+        return cls.from_padded(mask) if segment_ids is None else cls.from_packed(mask, segment_ids)
 
     @classmethod
     def from_padded(cls, mask: Tensor) -> ResponseTokens:

@@ -12,7 +12,6 @@ from verl.utils.device import get_device_id
 
 from trinity_loss.errors import BatchError
 from trinity_loss.faults import raise_first
-from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import check_teacher, read_responses
 from trinity_loss.tokens import ResponseTokens
@@ -32,14 +31,8 @@ from trinity_loss.totals import (
 
 def read_rows(data: TensorDict, config: LossConfig) -> Rows:
     """This rank's rows of a mini-batch as trainers send it, jagged or padded."""
-    mask = data["response_mask"]
-    tokens = ResponseTokens.from_jagged(*jagged_parts(mask)) if mask.is_nested else ResponseTokens.from_padded(mask)
-    return Rows(
-        tokens,
-        data,
-        count_empty_sequences=config.count_empty_sequences,
-        count_padding_rows=config.count_padding_rows,
-    )
+    tokens = ResponseTokens.of(data["response_mask"])
+    return Rows(tokens, data, None, config.count_empty_sequences, config.count_padding_rows)
 
 
 def needed_groups(config: LossConfig) -> list[GroupCount]:
