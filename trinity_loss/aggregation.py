@@ -382,15 +382,22 @@ def aggregate_loss(
         if ids is None and count.told_by:
             ids = tokens.sequence if segment_ids is not None else torch.arange(tokens.num_slots, device=losses.device)
         if ids is not None:
-            groups = tokens.group_by(_flat_ids(count.ids, ids, tokens), count_empty=count_empty_sequences)
+            ids = flat_ids(count.ids, ids, tokens)
+            if tokens.offsets is None and bool(tokens.differ_within(ids)):
+                raise FieldShapeError(f"{count.ids} differs within a segment; expected one id for all of its tokens")
+            groups = tokens.group_by(ids, count_empty=count_empty_sequences)
             tokens = replace(tokens, groups={count.name: groups})
     dtype = torch.promote_types(losses.dtype, torch.float32)
     selected = tokens.select(losses).to(dtype)
     return Ratio(mode.numerator(selected, tokens), mode.local_count(tokens).to(torch.float64))
 
 
-def _flat_ids(name: str, ids: Tensor, tokens: ResponseTokens) -> Tensor:
-    """Ids of groups, one per row, or one per token of packed rows where they are equal within a segment."""
+def flat_ids(name: str, ids: Tensor, tokens: ResponseTokens) -> Tensor:
+    """Ids of groups, one per row, or one per token of packed rows.
+
+    Raises:
+        FieldShapeError: There are others, or they are no integers.
+    """
     packed = tokens.offsets is None
     expected = tokens.size if packed else tokens.num_slots
     if ids.numel() != expected:
@@ -399,7 +406,4 @@ def _flat_ids(name: str, ids: Tensor, tokens: ResponseTokens) -> Tensor:
         )
     if ids.is_floating_point():
         raise FieldShapeError(f"{name} has dtype {ids.dtype}; expected integers")
-    flat = ids.reshape(-1)
-    if packed and bool(tokens.differ_within(flat)):
-        raise FieldShapeError(f"{name} differs within a segment; expected one id for all of its tokens")
-    return flat
+    return ids.reshape(-1)

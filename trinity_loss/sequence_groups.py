@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from trinity_loss.aggregation import flat_ids
 from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.faults import Fault
 from trinity_loss.micro_batch import MicroBatch
@@ -46,12 +47,7 @@ def _local_ids(tokens: ResponseTokens, batch: MicroBatch, count: GroupCount) -> 
     """Ids of the groups, int64 [S], or [N] for packed rows."""
     ids = get_value(batch.data, count.ids)
     if isinstance(ids, Tensor):
-        expected = tokens.num_slots if tokens.offsets is not None else tokens.size
-        if ids.numel() != expected:
-            raise FieldShapeError(f"{count.ids} has shape {list(ids.shape)}; expected {expected} ids")
-        if ids.is_floating_point():
-            raise FieldShapeError(f"{count.ids} has dtype {ids.dtype}; expected integers")
-        return ids.reshape(-1)
+        return flat_ids(count.ids, ids, tokens)
     if tokens.offsets is None:
         if count.row_is_group(batch.data):
             return tokens.sequence
