@@ -32,7 +32,7 @@ from trinity_loss.totals import (
 def read_rows(data: TensorDict, config: LossConfig) -> Rows:
     """This rank's rows of a mini-batch as trainers send it, jagged or padded."""
     tokens = ResponseTokens.of(data["response_mask"])
-    return Rows(tokens, data, None, config.count_empty_sequences, config.count_padding_rows)
+    return Rows(tokens, data, config.count_empty_sequences, config.count_padding_rows)
 
 
 def needed_groups(config: LossConfig) -> list[GroupCount]:
