@@ -166,6 +166,10 @@ def test_options_that_are_kept_twice_and_agree(overrides):
         ([f"{ACTOR}.qat.enable=True"], f"verl reads {ACTOR}.fsdp_config.qat.enable, which is False"),
         ([f"{ACTOR}.rollout_n=2"], "verl reads actor_rollout_ref.rollout.n"),
         (["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"], "fails at its start"),
+        ([f"+{ACTOR}.fsdp_config.use_dynamic_bsz=True"], f"verl reads {ACTOR}.use_dynamic_bsz, which is False"),
+        ([f"+{ACTOR}.fsdp_config.max_token_len_per_gpu=9"], f"verl reads {ACTOR}.ppo_max_token_len_per_gpu"),
+        ([OURS, "distillation.enabled=True", f"{LOSS}.clip_ratio=0.1"], "clip_ratio_low and clip_ratio_high are read"),
+        ([f"{ACTOR}.ppo_micro_batch_size=4"], "reads actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, and fails"),
     ],
 )
 def test_options_that_are_kept_twice_and_differ(overrides, says):

@@ -19,6 +19,16 @@ _ENGINE_SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config"}
 _READ_FROM = {"strategy": _ACTOR, "use_remove_padding": _MODEL, "use_fused_kernels": _MODEL}
 #: One option under two names: the one that nothing reads, and the other.
 _RENAMED = ((f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"), (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"))
+#: Options of an engine that verl's worker writes over.
+_WRITTEN_OVER = {
+    "use_dynamic_bsz": f"{_ACTOR}.use_dynamic_bsz",
+    "max_token_len_per_gpu": f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    "micro_batch_size_per_gpu": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    "infer_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+    "infer_micro_batch_size_per_gpu": f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+}
+#: Who has a clip range, and whether it trains with it.
+_CLIPPING = {_ACTOR: None, "distillation.distillation_loss": "distillation.enabled"}
 
 
 def option_traps(config: DictConfig, *, ours: bool) -> list[str]:
@@ -37,7 +47,11 @@ def _sections(config: DictConfig) -> Iterator[str]:
         defaults = _defaults(section)
         for name, value in section.items():
             read = _READ_FROM.get(name, engine)
-            if place == read or name.startswith("_") or name not in sections.get(read, {}):
+            if place == engine and name in _WRITTEN_OVER:
+                if value != (other := OmegaConf.select(config, _WRITTEN_OVER[name])):
+                    yield _differ(f"{place}.{name}", value, _WRITTEN_OVER[name], other)
+                continue
+            if place == read or name in _WRITTEN_OVER or name.startswith("_") or name not in sections.get(read, {}):
                 continue
             other = sections[read][name]
             if hasattr(value, "keys"):  # A part with a switch, such as `qat`.
@@ -70,16 +84,26 @@ def _renamed(config: DictConfig) -> Iterator[str]:
             f"{_ACTOR}.use_dynamic_bsz is {dynamic} and {_ROLLOUT}.log_prob_use_dynamic_bsz is {of_rollout}: verl's "
             "worker fails at its start"
         )
+    rows = f"{_ACTOR}.ppo_micro_batch_size"
+    if (
+        not dynamic
+        and OmegaConf.select(config, rows) is not None
+        and OmegaConf.select(config, f"{rows}_per_gpu") is None
+    ):
+        yield f"{rows} is {OmegaConf.select(config, rows)}, but verl's worker reads {rows}_per_gpu, and fails at the first step"
 
 
 def _clip_ranges(config: DictConfig) -> Iterator[str]:
-    actor = OmegaConf.select(config, _ACTOR)
-    both = (actor.clip_ratio_low, actor.clip_ratio_high)
-    if None not in both and actor.clip_ratio not in (*both, _defaults(actor).get("clip_ratio")):
-        yield (
-            f"{_ACTOR}.clip_ratio is {actor.clip_ratio}, but clip_ratio_low and clip_ratio_high are read, which are "
-            f"{both[0]} and {both[1]}"
-        )
+    for place, switch in _CLIPPING.items():
+        section = OmegaConf.select(config, place)
+        if section is None or (switch and not OmegaConf.select(config, switch)):
+            continue
+        both = (section.clip_ratio_low, section.clip_ratio_high)
+        if None not in both and section.clip_ratio not in (*both, _defaults(section).get("clip_ratio")):
+            yield (
+                f"{place}.clip_ratio is {section.clip_ratio}, but clip_ratio_low and clip_ratio_high are read, which "
+                f"are {both[0]} and {both[1]}"
+            )
 
 
 def _differ(place: str, value: Any, read: str, other: Any) -> str:
