@@ -61,6 +61,12 @@ def test_refused(settings, named):
         LossConfig(**settings)
 
 
+@pytest.mark.parametrize("field", ["entropy_agg_mode", "kl_agg_mode"])
+def test_a_mode_is_named_by_its_field(field):
+    with pytest.raises(ConfigError, match=f"^{field}: .*'token_mean'; expected one of token-mean"):
+        LossConfig(**{field: "token_mean"})
+
+
 def test_an_unknown_field_is_refused():
     with pytest.raises(ConfigError, match=r"'clip_ratio_C'.*clip_ratio_c, loss_args"):
         LossConfig(clip_ratio_C=3)

@@ -781,6 +781,7 @@ def test_local_means_are_the_same_without_a_cut(mode, layout):
         ("loss_args", "tau=1", "a mapping"),
         ("entropy_coeff", "0", "a finite number"),
         ("entropy_agg_mode", True, "null or a name"),
+        ("kl_agg_mode", ["token-mean"], "null or a name"),
         ("use_kl_loss", "no", "true or false"),
         ("kl_loss_coef", True, "a finite number"),
         ("kl_loss_type", ["k1"], "one of kl"),
@@ -1029,6 +1030,14 @@ def test_27_what_cannot_reach_the_loss_ends_the_run_at_its_start(also, says):
     [
         ((*BYPASS, f"+{POLICY_LOSS}.loss_args.rollout_rs=token_k2"), r"loss_args\.rollout_rs is 'token_k2'; leave one"),
         ((*BYPASS, f"+{POLICY_LOSS}.loss_args.rollout_rs_threshold=5"), "rollout_rs_threshold is 2, but .* is 5"),
+        (
+            (
+                *(f"{CORRECTION}.{option}" for option in ("bypass_mode=True", "rollout_is_threshold=0.52")),
+                f"{OWN}.rollout_is_threshold='0.5_2'",
+            ),
+            r"rollout_is_threshold is 0\.52, but .*rollout_is_threshold is '0\.5_2'",
+        ),
+        ((*BYPASS[:2], f"{CORRECTION}.rollout_rs_threshold=0.5_2"), "which takes 0.5_2 for the number 0.52"),
         ((f"+{CORRECTION}.rolout_rs=token_k1",), r"^algorithm\.rollout_correction has rolout_rs; expected some of"),
         ((f"{CORRECTION}.bypass_mode='no'",), r"bypass_mode is 'no'; expected true or false"),
         (
@@ -1068,6 +1077,7 @@ def test_27_a_number_is_the_same_as_text(threshold):
         ((f"{OWN}.rollout_rs=token_k1", f"{OWN}.rollout_rs_threshold=2"), "which only loss_mode=bypass_mode reads"),
         ((f"{OWN}.bypass_mode=True",), "which the trainer reads: it computes old_log_probs"),
         ((f"{POLICY_LOSS}.loss_mode=bypass_mode",), "takes them for those of the rollout"),
+        ((f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"), "threshold is 0.55, so that"),
     ],
 )
 def test_27_what_nothing_reads_is_named_in_the_log(overrides, says, caplog):
@@ -1124,6 +1134,9 @@ def test_28_a_plain_mapping_is_taken_as_verl_takes_it(override, expected, loss_m
         ("dro_beta", "1", "null or a finite number"),
         ("ppo_kl_coef", "0.1", "a finite number"),
         ("record_dir", "  ", "null or a folder"),
+        ("record_dir", "hdfs://cluster/recordings", "null or a folder of this machine"),
+        ("record_dir", "None", "null or a folder"),
+        ("row_weights", "None", "null or a name"),
         ("rollout_correction", "token", "a mapping"),
     ],
 )

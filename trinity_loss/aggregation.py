@@ -270,6 +270,15 @@ def find_aggregation_mode(loss_agg_mode: str) -> Callable[..., AggregationMode]:
     )
 
 
+def check_aggregation_mode(field: str, loss_agg_mode: str | None) -> None:
+    """Raises :class:`ConfigError`, with the name of the field, unless there is such a mode or none is given."""
+    if loss_agg_mode is not None:
+        try:
+            find_aggregation_mode(loss_agg_mode)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
+
+
 def register_aggregation_mode(name: str, mode: Callable[..., AggregationMode]) -> None:
     """Adds a mode of your own under a name that ``loss_agg_mode`` then accepts.
 

@@ -13,7 +13,13 @@ import trinity_loss.mixtures
 import trinity_loss.policy
 import trinity_loss.rollout_correction
 import trinity_loss.selecting_losses  # noqa: F401  (all four register their losses)
-from trinity_loss.aggregation import AggregationMode, PositiveTokenMean, has_scale_factor, make_aggregation_mode
+from trinity_loss.aggregation import (
+    AggregationMode,
+    PositiveTokenMean,
+    check_aggregation_mode,
+    has_scale_factor,
+    make_aggregation_mode,
+)
 from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError, UnknownFieldError
 from trinity_loss.importance_sampling import LEVELS, check_level
@@ -186,6 +192,8 @@ class LossConfig:
             object.__setattr__(self, "distillation", DistillationLossConfig(**self.distillation))
         for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
+        for name in ("entropy_agg_mode", "kl_agg_mode"):
+            check_aggregation_mode(name, getattr(self, name))
         check_level(self.rollout_metrics or "token", self.rollout_metrics_upper, self.rollout_metrics_lower)
         if self.kl_unbiased and not self.use_kl_loss:
             raise ConfigError("kl_unbiased is True, but use_kl_loss is False: there is no KL term")

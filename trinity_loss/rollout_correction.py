@@ -119,7 +119,10 @@ def _make_rejection(name: str, spec: str) -> Rejection:
     lower, upper = _parse_bounds("rollout_rs_threshold", spec)
     if name.endswith("k1"):
         if lower is None and upper < 1:
-            raise ConfigError(f"rollout_rs_threshold is {spec!r}; for {name} expected 1 or more, or 'lower_upper'")
+            raise ConfigError(
+                f"rollout_rs_threshold is {spec!r}; for {name} expected 1 or more, or 'lower_upper' in quotes that "
+                "reach Hydra, which takes 0.5_2 for the number 0.52"
+            )
         return Rejection(name, math.log(1 / upper if lower is None else lower), math.log(upper))
     if lower is not None:
         raise ConfigError(f"rollout_rs_threshold is {spec!r}; {name} has an upper bound only")

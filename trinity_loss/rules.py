@@ -49,8 +49,12 @@ def one_of(*choices: str | None) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """The rule that a value is None or as ``rule`` says."""
-    return Rule(lambda value: value is None or rule.holds(value), f"null or {rule.expected}")
+    """The rule that a value is None or as ``rule`` says; the text ``None`` is neither, as what Hydra makes of it."""
+
+    def holds(value: Any) -> bool:
+        return value is None or (not (isinstance(value, str) and value.strip() == "None") and rule.holds(value))
+
+    return Rule(holds, f"null or {rule.expected}")
 
 
 def list_of(rule: Rule) -> Rule:

@@ -12,18 +12,26 @@ from verl.trainer.config import RolloutCorrectionConfig
 from verl.workers.config import ActorConfig, DistillationConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
-from trinity_loss.aggregation import find_aggregation_mode
+from trinity_loss.aggregation import check_aggregation_mode
 from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import ConfigError
 from trinity_loss.loss_config import RULES, LossConfig
 from trinity_loss.registry import get_policy_loss
-from trinity_loss.rollout_correction import parse_rejections
+from trinity_loss.rollout_correction import parse_rejections, parse_weight_threshold
 from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, one_of, optional
 
 #: What an audit may compute the gradient of a mini-batch with, beside the mini-batch as configured.
 AUDIT_CUTS = ("repeat", "half", "twice", "reverse", "single")
 _STEPS = list_of(number("a training step, 1 or more", lambda value: value >= 1 and value == int(value)))
-_FOLDER = optional(Rule(lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()), "a folder"))
+
+
+def _is_folder(value: Any) -> bool:
+    """Whether a value names a folder that :class:`pathlib.Path` can make: no text of blanks, no address."""
+    return isinstance(value, str | os.PathLike) and bool(str(value).strip()) and "://" not in str(value)
+
+
+_FOLDER = optional(Rule(_is_folder, "a folder of this machine"))
+
 
 #: What each field that :class:`LossConfig` does not have must be.
 _RULES: dict[str, Rule] = {
@@ -113,12 +121,7 @@ class PolicyLossOptions(VerlPolicyLossConfig):
                 check(f"policy_loss.{f.name}", getattr(self, f.name), rule)
         get_policy_loss(self.loss_mode)
         for name in _MODES:
-            mode = getattr(self, name)
-            if mode is not None:
-                try:
-                    find_aggregation_mode(mode)
-                except ConfigError as error:
-                    raise ConfigError(f"policy_loss.{name}: {error}") from error
+            check_aggregation_mode(f"policy_loss.{name}", getattr(self, name))
         for what in ("record", "audit"):
             steps = getattr(self, f"{what}_steps")
             if steps and not getattr(self, f"{what}_dir"):
@@ -206,7 +209,8 @@ def _check_said_once(place: str, value: Any, owner: Any, given: Any) -> None:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values of an option are the same; verl takes numbers as text, too."""
-    if isinstance(one, str) or isinstance(other, str):
+    # Python's numbers may have a _ within, which the two bounds of a threshold have.
+    if (isinstance(one, str) or isinstance(other, str)) and "_" not in f"{one}{other}":
         try:
             return float(one) == float(other)
         except (TypeError, ValueError):
@@ -222,6 +226,15 @@ def unread_corrections(loss_mode: str, own: Mapping[str, Any], said: Mapping[str
         own: ``policy_loss.rollout_correction``, empty where nothing is said there.
         said: ``algorithm.rollout_correction``.
     """
+    for place, options in ((_THERE, said), (f"{_HERE}.rollout_correction", own)):
+        threshold = options.get("rollout_is_threshold")
+        if options.get("rollout_is") and threshold is not None:
+            upper, lower = parse_weight_threshold(threshold)
+            if lower is None and upper < 1:
+                yield (
+                    f"{place}.rollout_is_threshold is {threshold}, so that a weight of 1 is truncated, too; two bounds "
+                    "need quotes that reach Hydra, which takes 0.5_5 for the number 0.55"
+                )
     if said.get(_BYPASS):
         return
     if loss_mode == _BYPASS or own.get(_BYPASS):
