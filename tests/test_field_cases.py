@@ -50,7 +50,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
-from workers import OURS, POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, started, train
+from workers import OURS, POLICY_LOSS, Outer, TrainingWorker, by_keyword, composed, jagged_rows, started, train
 
 import trinity_loss.verl
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, aggregate_loss
@@ -69,7 +69,7 @@ from trinity_loss.invariance.recorded import load_recording
 from trinity_loss.metric_set import finish_metrics
 from trinity_loss.metrics import importance_sampling_metrics
 from trinity_loss.recorder import Provenance, Recorder
-from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names
+from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names, register_policy_loss
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import find_count
 from trinity_loss.verify import Options as VerifyOptions
@@ -1273,6 +1273,19 @@ def test_36_a_step_of_several_batches_is_one_step(tmp_path):
     assert sorted(recorded(tmp_path)) == [f"step-{step}/mini-batch-{k}" for step in (1, 3) for k in (1, 2, 3, 4)]
 
 
+@pytest.mark.usefixtures("verls_worker")
+def test_36_a_mini_batch_by_itself_is_a_batch(tmp_path):
+    """A trainer that calls ``train_batch``, as Tinker's API has it, and one that begins with its critic."""
+    _, worker = recording(tmp_path)
+    worker.train_mini_batch = worker.train_batch
+    for _ in range(3):
+        train(worker, token_losses([1]))
+    assert sorted(recorded(tmp_path)) == ["step-1/mini-batch-1", "step-3/mini-batch-1"]
+    _, worker = started("trainer.critic_warmup=3")
+    steps = [train(worker, token_losses([1])) and worker.steps.step for _ in range(2)]
+    assert steps == [3, 4]
+
+
 class Bound:
     """A trainer of verl's loss that keeps its configuration under a name of its own."""
 
@@ -1409,6 +1422,29 @@ def test_47_prompt_groups_without_uid_are_recorded(tmp_path):
     report = check_invariance(worker.loss_fn, batch, micro_batches=(1, 2), dp_sizes=(1, 2))
     assert report.ok, str(report)
     assert [row.loss.value for row in report.rows] == [ALIKE(2)] * len(report.rows)
+
+
+def of_its_own(inputs):
+    return -inputs.fields["my_reward"] * inputs.log_prob
+
+
+register_policy_loss("of-a-field-of-its-own", fields=("advantages", "my_reward"))(of_its_own)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("session", [UUID(int=7), 2**80, "a", 0.5, -1], ids=str)
+def test_47_a_field_of_a_loss_and_any_name_of_a_group_are_recorded(session, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = (f"{POLICY_LOSS}.loss_mode=of-a-field-of-its-own", f"+{POLICY_LOSS}.loss_agg_mode=trajectory-mean")
+    _, worker = recording("'~/recordings'", *options)
+    samples = token_losses([1, 1, 1], [5], same_prompt=True)
+    more = {"my_reward": jagged_rows([torch.tensor([2.0, 0, 1]), torch.tensor([9.0])])}
+    more["session_id"] = NonTensorStack(session, session)
+    assert train(worker, samples, more=more)["loss"] == ALIKE(3)
+    batch = load_recording(tmp_path / "recordings" / "step-1" / "mini-batch-1")
+    report = check_invariance(worker.loss_fn, batch=batch, micro_batches=(1, 2), dp_sizes=(1, 2))
+    assert report.ok, str(report)
+    assert [row.loss.value for row in report.rows] == [ALIKE(3)] * len(report.rows)
 
 
 @pytest.mark.usefixtures("verls_worker")

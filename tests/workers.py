@@ -105,10 +105,12 @@ def started(*overrides: str, bind=by_keyword):
     return outer, outer.init_model(bind)
 
 
-def train(worker, samples, **options):
-    """One step with these sequences; returns the metrics, the loss among them."""
+def train(worker, samples, *, more=(), **options):
+    """One step with these sequences, and fields beside theirs; returns the metrics, the loss among them."""
     parts = cut(tuple(samples))
     ((batch,),) = build(parts, Form("nested", **options))
     log_probs, _ = make_leaves(parts.samples)
     worker.log_probs = batch.lay_out(log_probs)
+    for name, value in dict(more).items():
+        batch.data[name] = value
     return tu.get(worker.train_mini_batch(batch.data), "metrics")

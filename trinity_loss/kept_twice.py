@@ -90,7 +90,10 @@ def _renamed(config: DictConfig) -> Iterator[str]:
         and OmegaConf.select(config, rows) is not None
         and OmegaConf.select(config, f"{rows}_per_gpu") is None
     ):
-        yield f"{rows} is {OmegaConf.select(config, rows)}, but verl's worker reads {rows}_per_gpu, and fails at the first step"
+        yield (
+            f"{rows} is {OmegaConf.select(config, rows)}, but verl's worker reads {rows}_per_gpu, and fails at the "
+            "first step"
+        )
 
 
 def _clip_ranges(config: DictConfig) -> Iterator[str]:

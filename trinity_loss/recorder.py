@@ -63,14 +63,18 @@ class Recorder:
     Args:
         max_bytes: A part larger than this is not kept.
         row_weights: A field that is kept beside those that every loss has, as a weight for each token; None: none.
+        fields: Names of the fields that a policy loss reads, which may be others, too.
         expert_rows: Whether to keep which rows are an expert's, and the step that their weight may depend on.
 
     Attributes:
         parts: What was kept, a dictionary per micro-batch.
     """
 
-    def __init__(self, max_bytes: int, row_weights: str | None = None, expert_rows: bool = False) -> None:
+    def __init__(
+        self, max_bytes: int, row_weights: str | None = None, fields: Sequence[str] = (), expert_rows: bool = False
+    ) -> None:
         self._max_bytes, self._row_weights, self._expert_rows = max_bytes, row_weights, expert_rows
+        self._fields = tuple(dict.fromkeys((*_TOKEN_FIELDS, *fields)))
         self._bytes = 0
         self.parts: list[dict[str, Any]] = []
 
@@ -79,7 +83,7 @@ class Recorder:
         batch = _read(model_output, data)
         if batch.tokens.offsets is None:
             raise BatchError("a packed micro-batch cannot be recorded: its rows are not sequences")
-        part = _flat_part(batch)
+        part = _flat_part(batch, self._fields)
         if self._row_weights is not None:
             weights = batch.weighted_by(self._row_weights).row_weights
             part["token_fields"] |= _on_host({self._row_weights: weights})
@@ -135,7 +139,7 @@ def _read(model_output: Mapping[str, Any], data: MicroBatchData) -> MicroBatch:
     return read_micro_batch(model_output, data, outputs=outputs or ["log_probs"], beside=[TEACHER] * has_teacher)
 
 
-def _flat_part(batch: MicroBatch) -> dict[str, Any]:
+def _flat_part(batch: MicroBatch, names: Sequence[str]) -> dict[str, Any]:
     tokens, data = batch.tokens, batch.data
     assert tokens.offsets is not None
     part: dict[str, Any] = {"prompt_lengths": _prompt_lengths(batch), "response_lengths": tokens.lengths}
@@ -148,7 +152,7 @@ def _flat_part(batch: MicroBatch) -> dict[str, Any]:
         part["entropy"] = sources.pop("entropy")
     if batch.has("loss_mask"):
         part["loss_mask"] = batch.raw("loss_mask")
-    part["token_fields"] = {name: batch.raw(name) for name in _TOKEN_FIELDS if batch.has(name)} | sources
+    part["token_fields"] = {name: batch.raw(name) for name in names if batch.has(name)} | sources
     part["uids"] = _prompt_names(Rows(tokens, data))
     # Whatever told the groups of rows, their sizes over the mini-batch are what a loss looks at.
     groups = [count for count in map(find_count, count_names()) if isinstance(count, GroupCount)]
@@ -175,10 +179,14 @@ def _group_ids(rows: Rows, groups: Sequence[GroupCount]) -> dict[str, Tensor]:
     """Fields int64 [rows] that tell groups beside ``uid``, such as ``session_id``; what is no number, as a digest."""
     told = {name: rows.values(name) for count in groups for name in count.told_by}
     return {
-        name: torch.tensor([value if isinstance(value, int) else _digest(value) for value in values])
+        name: torch.tensor([value if _is_int64(value) else _digest(value) for value in values])
         for name, values in told.items()
         if values is not None
     }
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63
 
 
 def _digest(value: object) -> int:

@@ -49,7 +49,8 @@ class Observer:
 
     def __post_init__(self) -> None:
         config = config_of(self.loss_fn)
-        self.recorder = Recorder(sys.maxsize, None if config is None else config.row_weights)
+        named = () if config is None else (config.row_weights, config.policy_loss.fields)
+        self.recorder = Recorder(sys.maxsize, *named)
 
     def __call__(self, *, data: Any, model_output: Any = None, dp_group: Any = None, **named: Any) -> Any:
         if model_output is None or self.plain:  # A loss that distils is asked for a divergence of the logits before.

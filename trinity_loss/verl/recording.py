@@ -51,8 +51,10 @@ class RunRecording:
         mine = Provenance(self._run, step, mini_batch, rank, ranks)
         run, folder = self._agree(mine, engine.get_data_parallel_group())
         what = f"recording {folder}"
-        experts = config.policy_loss.mixture is not None
-        recorder: Recorder | None = Recorder(self.max_bytes, config.row_weights, experts)
+        loss = config.policy_loss
+        recorder: Recorder | None = Recorder(
+            self.max_bytes, config.row_weights, loss.fields, expert_rows=loss.mixture is not None
+        )
 
         def record_and_compute(*, data: Any, model_output: Any = None, dp_group: Any = None, **of_logits: Any) -> Any:
             nonlocal recorder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -12,7 +14,8 @@ class Steps:
 
     No trainer tells a worker the step of a batch. But before the first step and after every one it sends the weights
     to the rollout, with the step that they are of: a batch belongs to the next. Where nobody does, every batch is a
-    step, from that of the checkpoint on.
+    step, from that of the checkpoint on, or from the first that trains the actor. A mini-batch that is trained by
+    itself, outside of a batch, is one.
 
     Attributes:
         step: Of the batch at hand, from 1.
@@ -22,9 +25,16 @@ class Steps:
     def __init__(self) -> None:
         self.step = self.mini_batch = 0
         self._of_weights: int | None = None
+        self._first, self._within = 1, False
 
-    def follow(self, worker: Any) -> None:
-        """Listens to the weights that verl's ``ActorRolloutRefWorker`` sends."""
+    def follow(self, worker: Any, first: int = 1) -> None:
+        """Listens to the weights that verl's ``ActorRolloutRefWorker`` sends.
+
+        Args:
+            worker: The worker.
+            first: The first step that trains the actor, as verl's ``trainer.critic_warmup`` says.
+        """
+        self._first = first
         send = worker.update_weights
 
         @wraps(send)
@@ -41,12 +51,21 @@ class Steps:
         if found:
             self.step = int(found[-1])
 
-    def next_batch(self) -> None:
-        """A batch begins, of this step or of the next."""
-        step = self.step + 1 if self._of_weights is None else self._of_weights + 1
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """A batch, of this step or of the next, which lasts as long as what is within."""
+        step = max(self.step + 1, self._first) if self._of_weights is None else self._of_weights + 1
         if step != self.step:
             self.step, self.mini_batch = step, 0
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
 
     def next_mini_batch(self) -> None:
         """A mini-batch begins."""
+        if not self._within:
+            with self.batch():
+                pass
         self.mini_batch += 1

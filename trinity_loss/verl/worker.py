@@ -62,7 +62,7 @@ def _make_within(worker_class: type[Any], outer: Any, *values: Any, **named: Any
     worker = worker_class(*values, **named)
     worker.rollout_correction = _select(outer, "algorithm.rollout_correction", of_run=True)
     worker.selected = _selected_by(outer)
-    worker.steps.follow(outer)
+    worker.steps.follow(outer, int(_select(outer, "trainer.critic_warmup", of_run=True) or 0))
     return worker
 
 
@@ -253,11 +253,11 @@ def make_training_worker(base: type[Any]) -> type[Any]:
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_mini_batch(self, data: TensorDict) -> TensorDict:
-            self.steps.next_batch()
-            config = config_of(self.loss_fn)
-            if config is not None:
-                self.count(data, config, whole_batch=True)
-            return super().train_mini_batch(data)
+            with self.steps.batch():
+                config = config_of(self.loss_fn)
+                if config is not None:
+                    self.count(data, config, whole_batch=True)
+                return super().train_mini_batch(data)
 
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
         def train_batch(self, data: TensorDict) -> TensorDict:
