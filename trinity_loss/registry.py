@@ -133,18 +133,10 @@ class PolicyLoss:
 
     Attributes:
         fn: The function.
-        fields: Fields of the batch that it reads.
-        analytic: Whether it gives its own derivative.
-        weighs_itself: Whether it applies ``rollout_is_weights`` itself; else they multiply its values.
-        rejects: Whether it may reject tokens.
-        rules: What its arguments must be.
-        validate: Raises :class:`ConfigError` where arguments do not fit each other.
-        mode: Its own aggregation, for a loss that is not one value per token; None: ``loss_agg_mode``.
-        agg_mode: Name of the aggregation mode that is part of the loss, whatever ``loss_agg_mode`` is; None: that.
         arguments: Names of its keyword-only arguments with their defaults (``inspect.Parameter.empty``
             where one must be given).
-        over_mini_batch: Fields that are made of the whole mini-batch before it is trained on, by name.
-        mixture: What it makes of an expert's rows; None: it tells none apart.
+
+    The others are the arguments of :func:`register_policy_loss`.
     """
 
     fn: PolicyLossFn

@@ -50,12 +50,15 @@ def equal(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _numbered(keys: Tensor) -> Tensor:
-    """Equal integers [n] as equal numbers below n, without reading anything back to the host."""
+    """Equal integers [n] as equal numbers below n, without reading anything back to the host; of [rows, n] in each row.
+
+    Keys are ordered, and the runs of equal ones numbered.
+    """
     ordered, order = torch.sort(keys, stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    ordered_labels = first.cumsum(0) - 1
-    return torch.empty_like(ordered_labels).scatter_(0, order, ordered_labels)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    runs = first.reshape(-1).cumsum(0).reshape(first.shape) - 1
+    return torch.empty_like(runs).scatter_(-1, order, runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +156,8 @@ class ResponseTokens:
             )
         if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
             raise FieldShapeError(f"segment_ids has dtype {segment_ids.dtype}; expected an integer type")
-        real = segment_ids != 0
-        # Equal ids of one row belong together wherever they stand: order each row by id, number the runs.
-        ordered, order = torch.sort(segment_ids, dim=1, stable=True)
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        ordered_labels = first.reshape(-1).cumsum(0).reshape(first.shape) - 1
-        labels = torch.empty_like(ordered_labels).scatter_(1, order, ordered_labels).reshape(-1)
-        flat = real.reshape(-1)
+        # Equal ids of one row belong together wherever they stand.
+        labels, flat = _numbered(segment_ids).reshape(-1), segment_ids.reshape(-1) != 0
         exists = torch.zeros_like(flat).index_put_((labels,), flat)
         return cls(
             mask=(mask.reshape(-1) != 0) & flat,

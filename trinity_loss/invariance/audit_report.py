@@ -20,17 +20,8 @@ from trinity_loss.verl.agreement import without_places
 from trinity_loss.verl.compat import installed
 from trinity_loss.verl.gradients import noise, off
 
-_PACKAGES = (
-    "trinity-loss",
-    "verl",
-    "torch",
-    "transformers",
-    "megatron-core",
-    "mbridge",
-    "flash-attn",
-    "vllm",
-    "sglang",
-)
+_PACKAGES = ("trinity-loss", "verl", "torch", "transformers", "megatron-core", "mbridge", "flash-attn", "vllm",
+             "sglang")  # fmt: skip
 _LAYOUT = re.compile(
     r"strategy|dtype|_size$|_parallel|use_(dynamic_bsz|remove_padding|distributed_optimizer|no_sync|torch_compile|fused)|"
     r"mixed_precision|offload|(max_token_len|micro_batch_size)_per_gpu$|override_transformer_config"

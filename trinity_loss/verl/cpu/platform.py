@@ -15,13 +15,7 @@ from trinity_loss.verl.cpu import device
 class CpuPlatform(PlatformBase):
     """A machine whose only device is its CPU."""
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
+    device_name = vendor_name = "cpu"
 
     @property
     def device_module(self) -> ModuleType:
@@ -41,23 +35,16 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        """A CPU has no such thing."""
 
-    def empty_cache(self) -> None:
-        pass
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -72,12 +59,6 @@ class CpuPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
     def ray_resource_name(self) -> str:
         # verl counts only Ray's GPUs and NPUs before it places workers, so a rank is a logical GPU:
         # ray_kwargs.ray_init.num_gpus says how many.
@@ -88,6 +69,3 @@ class CpuPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
