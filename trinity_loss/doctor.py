@@ -125,14 +125,11 @@ def _worker_classes() -> tuple[str, list[str], list[str]]:
 
     from trinity_loss.verl.worker import TrinityWorkerMixin, subclasses
 
-    def around() -> list[str]:
-        own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
-        return [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
-
     if _TINKER not in sys.modules:
         importlib.import_module(_TINKER)
         _imported_to_look.add(_TINKER)
-    found = around()
+    own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
+    found = [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
     unused = [name for name in found if name.rpartition(".")[0] in _imported_to_look]
     used = [name for name in found if name not in unused]
     return name_of(ActorRolloutRefWorker.actor_worker_cls), used, unused
