@@ -46,6 +46,7 @@ from ours import (
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.engine.utils import prepare_micro_batches
@@ -73,10 +74,11 @@ from trinity_loss.registry import TokenLoss, get_policy_loss, policy_loss_names,
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import find_count
 from trinity_loss.verify import Options as VerifyOptions
-from trinity_loss.verl import PolicyLossConfig, compat
+from trinity_loss.verl import PolicyLossConfig, compat, policy_options
 from trinity_loss.verl.composed import compose as read_configuration
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
+from trinity_loss.verl.shadow import ShadowLoss
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -1469,6 +1471,29 @@ def test_52_an_error_of_shadow_mode_ends_no_training(monkeypatch):
     assert not any(name.startswith("shadow") for name in metrics)
 
 
+@pytest.mark.usefixtures("verls_worker")
+def test_52_shadow_mode_draws_nothing_of_what_trains():
+    """verl's clip_cov draws tokens: the same with and without ours beside it, and so does whatever draws next."""
+    options = (f"{POLICY_LOSS}.{option}" for option in ("loss_mode=clip_cov", "clip_cov_lb=-9", "clip_cov_ratio=0.3"))
+    options = tuple(options)
+    drawn = []
+    for shadow in (True, False):
+        actor = omega_conf_to_dataclass(composed(*options, f"+{POLICY_LOSS}.shadow=True").actor_rollout_ref.actor)
+        verls = functools.partial(ppo_loss, config=actor)
+        torch.manual_seed(3)
+        loss = ShadowLoss(verls, EnginePolicyLoss(LossConfig())) if shadow else verls
+        got = run(loss, cut(make_sequences(12, seed=5), 2), "nested", with_entropy=False)
+        drawn.append((got.log_prob_grad.tolist(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize("loss_mode", ["m2po", "ppo"])
+def test_34_shadow_mode_beside_a_loss_that_verl_has_not_is_refused(loss_mode):
+    with pytest.raises(ConfigError, match=rf"shadow is True, but verl, .* has no loss_mode '{loss_mode}'; expected"):
+        started(f"+{POLICY_LOSS}.shadow=True", f"{POLICY_LOSS}.loss_mode={loss_mode}")
+
+
 def cuts_of(samples):
     """One micro-batch, two, one each, and one rank each."""
     return [cut(samples), cut(samples, 2), pieces(samples), ranks(samples)]
@@ -1861,6 +1886,51 @@ def test_45_the_run_names_it_too(tinker, caplog):
         del Mine.actor_worker_cls
 
 
+class InItsPlace(Outer):
+    """Worker classes of somebody else, each of which makes a training worker in a way of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.actor_worker_cls = TrainingWorker
+
+
+class Declared(Outer):
+    """One that says it in its class."""
+
+
+class ByItself(Outer):
+    def init_model(self, bind):
+        self.actor = TrainingWorker()
+        self.actor.set_loss_fn(bind(omega_conf_to_dataclass(self.config.actor)))
+        return self.actor
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(
+    ("made", "declared"),
+    [
+        (InItsPlace, None),
+        (ByItself, None),
+        (Declared, property(lambda self: TrainingWorker)),
+        (Declared, functools.partial(TrainingWorker)),
+    ],
+)
+def test_45_a_training_worker_that_came_another_way_is_named(made, declared, caplog, monkeypatch):
+    if declared is not None:
+        monkeypatch.setattr(made, "actor_worker_cls", declared, raising=False)
+        seen, config = look_at(OURS)
+        assert f"{__name__}.Declared sets a training worker of its own, which goes around" in str(traps(config, seen))
+    monkeypatch.setattr(policy_options, "_bypass_said", [])
+    worker = made(composed()).init_model(by_keyword)
+    for _ in range(2):
+        train(worker, token_losses([1, 1, 1], [5]))
+    assert caplog.text.count("actor.policy_loss selects this loss, but it does not train: ") == 1
+    caplog.clear()
+    monkeypatch.setattr(policy_options, "_bypass_said", [])
+    train(started(f"+{POLICY_LOSS}.shadow=True")[1], token_losses([1, 1, 1], [5]))
+    assert "does not train" not in caplog.text
+
+
 @pytest.mark.parametrize("plugins", ["none", " NONE ", "", "somebody_else", "auto"])
 def test_51_a_loss_needs_no_plugin(plugins, monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
@@ -1895,6 +1965,35 @@ def test_53_pairs_of_dpo_stay_together(stages):
         prepare_mini_batch(mini_batch([(i // 2, 2, False) for i in range(5)]), loss, None)
     with pytest.raises(BatchError, match="are no pairs on 1 ranks"):
         prepare_mini_batch(mini_batch([(i % 2, 2, False) for i in range(4)]), loss, None)
+
+
+@pytest.mark.usefixtures("verls_worker")
+@pytest.mark.parametrize(("rows", "together"), [(None, True), (1, True), (3, True), (4, False)])
+def test_53_so_do_pairs_of_our_own_dpo(rows, together):
+    """By their lengths, or a fixed number of rows; a trainer that reorders them is refused."""
+    samples = [sequence(n, uid=f"{i // 2}") for i, n in enumerate(PAIR_LENGTHS)]
+    samples = [replace(s, prompt_length=1 + i // 2) for i, s in enumerate(samples)]
+    _, worker = started(f"{POLICY_LOSS}.loss_mode=dpo")
+
+    def mini_batch(order):
+        ((batch,),) = build(cut(tuple(samples[i] for i in order)), Form("nested"))
+        tu.assign_non_tensor(batch.data, use_dynamic_bsz=rows is None, max_token_len_per_gpu=30)
+        if rows is not None:
+            tu.assign_non_tensor(batch.data, micro_batch_size_per_gpu=rows)
+        return batch.data
+
+    data = mini_batch(range(8))
+    worker.count(data, worker.loss_fn.config)
+    assert tu.get(data, "force_group_size", default=1) == (2 if together else 1)
+    if rows is None:
+        lengths = [b["prompts"].offsets().diff().tolist() for b in prepare_micro_batches(data)[0]]
+        assert len(lengths) > 1
+        assert all(prompts[::2] == prompts[1::2] for prompts in lengths)
+    for order in ((0, 2, 1, 3, 4, 6, 5, 7), (0, 1, 2)):
+        with pytest.raises(BatchError, match="are no pairs, which loss_mode 'dpo' is about; expected chosen and rejec"):
+            worker.count(mini_batch(order), worker.loss_fn.config)
+    with pytest.raises(ConfigError, match=r"actor\.shuffle is True, which takes pairs of loss_mode 'dpo' apart"):
+        started(f"{POLICY_LOSS}.loss_mode=dpo", "actor_rollout_ref.actor.shuffle=True")
 
 
 @pytest.mark.parametrize(

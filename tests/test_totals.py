@@ -20,6 +20,8 @@ from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.loss import EnginePolicyLoss, TrinityPolicyLoss
 from trinity_loss.totals import Count, GroupCount, Totals, count_names, find_count, read_totals, register_count
 from trinity_loss.verl.counting import Counting
+from trinity_loss.verl.selecting import attach_selection
+from trinity_loss.verl.steps import Steps
 
 LONG = Count("tests_num_long_sequences", "worker", lambda rows: (rows.tokens.counts > 2).sum())
 SESSIONS = GroupCount("tests_num_sessions", "session_num_tokens", "session_ids", lambda rows: rows.required("session"))
@@ -200,10 +202,18 @@ def test_another_form_is_refused(uid):
         counted(rows(3, 1, uid=uid), LossConfig(loss_agg_mode="prompt-mean"))
 
 
-def _attach_on_a_rank(rank, file, pipe, config, batches):
+def count(data, config, group):
+    Counting().attach(data, config, group)
+
+
+def select(data, config, group):
+    attach_selection(data, TrinityPolicyLoss(config), None, group, Steps())
+
+
+def _attach_on_a_rank(rank, file, pipe, config, batches, attach):
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(batches))
     try:
-        Counting().attach(batches[rank], config, torch.distributed.group.WORLD)
+        attach(batches[rank], config, torch.distributed.group.WORLD)
         pipe.send(read_totals(batches[rank]).counts)
     except Exception as error:
         pipe.send((type(error), str(error)))
@@ -214,12 +224,14 @@ def on_ranks(tmp_path, monkeypatch):
     """What ranks on gloo have attached to their rows, or what each raised."""
     monkeypatch.setattr("trinity_loss.verl.counting.get_device_id", lambda: "cpu")
 
-    def run(config, *batches):
+    monkeypatch.setattr("trinity_loss.verl.selecting.get_device_id", lambda: "cpu")
+
+    def run(config, *batches, attach=count):
         fork = multiprocessing.get_context("fork")
         ends, processes, store = [], [], tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
         for rank in range(len(batches)):
             ours, theirs = fork.Pipe()
-            given = (rank, store, theirs, config, batches)
+            given = (rank, store, theirs, config, batches, attach)
             processes.append(fork.Process(target=_attach_on_a_rank, args=given))
             processes[-1].start()
             ends.append(ours)
@@ -305,6 +317,21 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(on_ranks, name):
     assert issubclass(kind, BatchError)
     assert says in text
     assert text.endswith("(on data-parallel rank 1)")
+
+
+@pytest.mark.parametrize("lacks", ["advantages", "input_ids", "old_log_probs", None])
+def test_none_chooses_among_tokens_while_another_has_failed(on_ranks, lacks):
+    config = LossConfig(loss_mode="kl_cov", selection_pass="old_log_probs")
+    batches = [rows(3, 1, **dict.fromkeys(("advantages", "old_log_probs"), torch.ones(2, 3))) for _ in range(2)]
+    for batch in batches:
+        batch["input_ids"] = torch.nested.nested_tensor_from_jagged(torch.arange(6), offsets=torch.tensor([0, 4, 6]))
+    if lacks is not None:
+        del batches[1][lacks]
+    said = on_ranks(config, *batches, attach=select)
+    assert said[0] == said[1]
+    if lacks is not None:
+        assert lacks in said[0][1]
+        assert said[0][1].endswith("(on data-parallel rank 1)")
 
 
 def test_ranks_without_an_error_add_up(on_ranks):

@@ -129,7 +129,8 @@ def _worker_classes() -> tuple[str, list[str], list[str]]:
         importlib.import_module(_TINKER)
         _imported_to_look.add(_TINKER)
     own = [worker for worker in subclasses(ActorRolloutRefWorker) if "actor_worker_cls" in vars(worker)]
-    found = [name_of(worker) for worker in own if not issubclass(worker.actor_worker_cls, TrinityWorkerMixin)]
+    made = ((worker, worker.actor_worker_cls) for worker in own)  # By a class, a property or any callable.
+    found = [name_of(w) for w, m in made if not (isinstance(m, type) and issubclass(m, TrinityWorkerMixin))]
     unused = [name for name in found if name.rpartition(".")[0] in _imported_to_look]
     used = [name for name in found if name not in unused]
     return name_of(ActorRolloutRefWorker.actor_worker_cls), used, unused

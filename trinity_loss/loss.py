@@ -171,8 +171,16 @@ class TrinityPolicyLoss:
         Returns:
             Values [N] by the names under which the micro-batches have to have them.
         """
-        names = [name for name in self._token_losses.fields(batch) if name not in self.over_mini_batch]
-        return self._token_losses.make_over_mini_batch(batch.load(names), numbers, ranks)
+        loaded = batch if batch.values else self.loaded(batch)
+        return self._token_losses.make_over_mini_batch(loaded, numbers, ranks)
+
+    def loaded(self, batch: MicroBatch) -> MicroBatch:
+        """The rows of a mini-batch with what :meth:`mini_batch_fields` are made of; no collective is in it.
+
+        Raises:
+            BatchError: Something is not there, or does not fit.
+        """
+        return batch.load([name for name in self._token_losses.fields(batch) if name not in self.over_mini_batch])
 
     def _with_fields_over_mini_batch(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with fields over the mini-batch; those that were not sent are made of the batch by itself."""

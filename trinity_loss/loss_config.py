@@ -275,6 +275,11 @@ class LossConfig:
         return {k: v for k, v in given.items() if k in self.policy_loss.arguments} | dict(self.loss_args)
 
     @property
+    def group_size(self) -> int:
+        """So many consecutive rows are one for the loss, as the two answers of a pair are, and stay together."""
+        return max(mode.group_size for mode in self.aggregation_modes.values())
+
+    @property
     def over_mini_batch(self) -> dict[str, OverMiniBatch]:
         """Fields of the policy loss that are made of all tokens of the mini-batch."""
         return self.policy_loss.needed_over_mini_batch(self.policy_arguments)

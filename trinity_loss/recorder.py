@@ -121,7 +121,7 @@ class Recorder:
         text = json.dumps(asdict(config), indent=2, default=str)
         plain = concatenate(self.parts) | {
             "cut": [[list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]],
-            "group_size": max(mode.group_size for mode in config.aggregation_modes.values()),
+            "group_size": config.group_size,
             "provenance": asdict(provenance) | {"config": text},
         }
         # In memory first: torch's error for a full disk says neither that it is full nor which file it was.

@@ -7,6 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+from trinity_loss.errors import ConfigError
 from trinity_loss.loss import EnginePolicyLoss
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.verl.distilling import DistillingPolicyLoss
@@ -110,7 +111,21 @@ def engine_loss(loss_fn: Any, correction: Mapping[str, Any] | None = None) -> En
         ours = EnginePolicyLoss(loss_config(actor, correction))
     else:
         ours = DistillingPolicyLoss(loss_config(actor, correction, distillation), loss_fn)
-    return ShadowLoss(loss_fn, ours) if actor.policy_loss.shadow else ours
+    if not actor.policy_loss.shadow:
+        return ours
+    _check_verls(actor.policy_loss.loss_mode)
+    return ShadowLoss(loss_fn, ours)
+
+
+def _check_verls(loss_mode: str) -> None:
+    """Raises :class:`ConfigError` for a loss that verl cannot train with, beside which ours would be reported."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    if loss_mode not in POLICY_LOSS_REGISTRY:
+        raise ConfigError(
+            f"policy_loss.shadow is True, but verl, which trains then, has no loss_mode {loss_mode!r}; expected one of "
+            f"{', '.join(POLICY_LOSS_REGISTRY)}"
+        )
 
 
 def config_of(loss_fn: Any) -> LossConfig | None:

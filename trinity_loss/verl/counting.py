@@ -14,6 +14,7 @@ from trinity_loss.errors import BatchError
 from trinity_loss.faults import raise_first
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import check_teacher, read_responses
+from trinity_loss.row_values import get_value
 from trinity_loss.tokens import ResponseTokens
 from trinity_loss.totals import (
     Count,
@@ -148,6 +149,26 @@ def _check_rows(rows: Rows, config: LossConfig) -> None:
     if config.policy_loss.mixture is not None:
         batch = batch.with_expert_rows()
     raise_first(batch.faults)
+    _check_together(rows, config)
+
+
+def _check_together(rows: Rows, config: LossConfig) -> None:
+    """Raises :class:`BatchError` where rows that are one for the loss, as pairs are, are answers to other prompts."""
+    size, prompts = config.group_size, get_value(rows.data, "prompts")
+    if size == 1:
+        return
+    keys = [row.tolist() for row in prompts.unbind()] if isinstance(prompts, torch.Tensor) else rows.values("uid")
+    apart = keys is not None and any(key != keys[row - row % size] for row, key in enumerate(keys))
+    if apart or rows.tokens.num_slots % size:
+        raise BatchError(
+            f"the rows of a mini-batch are no pairs, which loss_mode {config.loss_mode!r} is about; expected chosen "
+            "and rejected in turn, two answers to one prompt (trainer.balance_batch=False keeps the order of rows)"
+        )
+
+
+def raise_on_every_rank(error: BatchError | None, dp_group: Any) -> None:
+    """Raises the error of this rank or of another, before any of them waits in a collective for one that has failed."""
+    _raise_of_any_rank(_from_everyone(error, dp_group))
 
 
 def _from_everyone(mine: Any, dp_group: Any) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import Parameter
 from typing import Any, Optional, cast
 
+import torch
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.workers.config import ActorConfig, DistillationConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
@@ -19,6 +21,8 @@ from trinity_loss.loss_config import RULES, LossConfig
 from trinity_loss.registry import get_policy_loss
 from trinity_loss.rollout_correction import parse_rejections, parse_weight_threshold
 from trinity_loss.rules import BOOLEAN, NUMBER, POSITIVE, TEXT, Rule, check, list_of, number, one_of, optional
+
+logger = logging.getLogger(__name__)
 
 #: What an audit may compute the gradient of a mini-batch with, beside the mini-batch as configured.
 AUDIT_CUTS = ("repeat", "half", "twice", "reverse", "single")
@@ -132,6 +136,23 @@ class PolicyLossOptions(VerlPolicyLossConfig):
         # Hydra hands over a plain mapping where no _target_ makes it more; verl's fields are frozen.
         object.__setattr__(self, "rollout_correction", _as_correction(self.rollout_correction))
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """An option by its name, as verl asks for it; where its own loss asks for its mode, ours does not train."""
+        if key == "loss_mode" and not self.shadow and not _bypass_said:
+            say_bypassed("verl's ppo_loss does, in a training worker that goes around it")
+        return super().get(key, default)
+
+
+#: What the log has of another loss that trains.
+_bypass_said: list[str] = []
+
+
+def say_bypassed(what: str) -> None:
+    """Names what trains in the place of our loss, in the log of the driver, once for all ranks."""
+    _bypass_said.append(what)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning("trinity_loss: actor.policy_loss selects this loss, but it does not train: %s", what)
+
 
 def _as_correction(given: Any) -> RolloutCorrectionConfig:
     """``policy_loss.rollout_correction`` in the form that verl's own losses read, too."""
@@ -196,7 +217,12 @@ def loss_config(
     said |= {name: value for name, value in ours.items() if value is not None or name not in said}
     if distillation is not None:
         said["distillation"] = distillation_of(distillation)
-    return LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
+    config = LossConfig(**said | {"loss_mode": loss_mode, "loss_args": arguments})
+    if config.group_size > 1 and actor.shuffle:
+        raise ConfigError(
+            f"{_ACTOR}.shuffle is True, which takes pairs of loss_mode {loss_mode!r} apart; expected False"
+        )
+    return config
 
 
 def _check_said_once(place: str, value: Any, owner: Any, given: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from trinity_loss.jagged import jagged_parts
 from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch, read_responses
 from trinity_loss.selection import Ranks, row_numbers, token_numbers
+from trinity_loss.verl.counting import raise_on_every_rank
 from trinity_loss.verl.steps import Steps
 
 
@@ -47,15 +49,22 @@ def attach_selection(
                 f"selection_pass is old_log_probs, but this is mini-batch {steps.mini_batch} of its training batch: "
                 "the policy has moved since these log-probs; selection_pass=forward computes them again"
             )
-        batch: MicroBatch | None = read_responses(data, "old_log_probs")
+        read: Callable[[], MicroBatch | None] = partial(read_responses, data, "old_log_probs")
     else:
-        batch = _forward(data, infer, entropy=config.top_entropy_quantile < 1)
-    if batch is None:  # A stage of a pipeline that has no output, and neither have the ranks that would add up.
-        return
+        read = partial(_forward, data, infer, entropy=config.top_entropy_quantile < 1)
+    error, batch = None, None
     with torch.no_grad():
-        numbers = token_numbers(
-            batch.tokens.per_token(_row_numbers(data)), batch.tokens.places, config.selection_seed, steps.step
-        )
+        try:
+            batch = read()
+            if batch is None:  # A stage of a pipeline without an output, as have the ranks that would add up.
+                return
+            batch, tokens = loss.loaded(batch), batch.tokens
+            rows = tokens.per_token(_row_numbers(data))
+            numbers = token_numbers(rows, tokens.places, config.selection_seed, steps.step)
+        except BatchError as raised:
+            error = raised
+        raise_on_every_rank(error, dp_group)
+        assert batch is not None
         for name, values in loss.mini_batch_fields(batch, numbers, _ranks(dp_group)).items():
             data[name] = _like(data["response_mask"], values)
 

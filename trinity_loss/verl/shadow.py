@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,11 +54,13 @@ class ShadowLoss:
         """verl's loss and metrics, with ``shadow/…`` beside them; of logits, which distillation has, verl's alone."""
         if model_output is None:
             return self.verl_loss(data=data, **of_logits)
-        loss, metrics = self.verl_loss(model_output=model_output, data=data, dp_group=dp_group)
+        beside: dict[str, Any] = {}
         if torch.is_grad_enabled():
-            with only_warning("shadow mode"):
-                metrics = metrics | self._compare(model_output, data, dp_group)
-        return loss, metrics
+            # Before it trains, so that verl's loss draws here what it draws then, and as it would without this.
+            with only_warning("shadow mode"), _put_back_draws(model_output):
+                beside = self._compare(model_output, data, dp_group)
+        loss, metrics = self.verl_loss(model_output=model_output, data=data, dp_group=dp_group)
+        return loss, metrics | beside
 
     def _compare(self, model_output: Mapping[str, Any], data: MicroBatchData, dp_group: Any) -> dict[str, Any]:
         """The metrics of ours, and how the gradients compare; all of them or none."""
@@ -73,6 +76,13 @@ class ShadowLoss:
                 key = moment_key(name, moment, f"{PREFIX}grad_{name}")
                 metrics[key] = Metric(AggregationType.SUM, number * dp_size)
         return metrics | {prefix_key(PREFIX, key): value for key, value in our_metrics.items()}
+
+
+def _put_back_draws(model_output: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Afterwards the random states of the host and of the device are as before."""
+    device = next(value.device for value in model_output.values() if isinstance(value, Tensor))
+    on_host = device.type == "cpu"
+    return torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
 
 
 def loss_gradient(

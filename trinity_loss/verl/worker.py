@@ -28,7 +28,7 @@ from trinity_loss.verl.compat import check_version
 from trinity_loss.verl.counting import Counting
 from trinity_loss.verl.diagnostic import only_warning
 from trinity_loss.verl.metric_reduction import reduce_over_ranks
-from trinity_loss.verl.policy_options import PolicyLossOptions, unread_corrections
+from trinity_loss.verl.policy_options import PolicyLossOptions, say_bypassed, unread_corrections
 from trinity_loss.verl.recording import RunRecording
 from trinity_loss.verl.selecting import attach_selection, infer
 from trinity_loss.verl.shadow import ShadowLoss
@@ -51,11 +51,15 @@ class _WorkerClass:
     def __get__(self, outer: Any, owner: type[Any] | None = None) -> Callable[..., Any]:
         if outer is None:
             return self.worker_class
-        if issubclass(self.worker_class, TrinityWorkerMixin):
-            return partial(_make_within, self.worker_class, outer)
+        worker_class = vars(outer).get("actor_worker_cls", self.worker_class)
+        if isinstance(worker_class, type) and issubclass(worker_class, TrinityWorkerMixin):
+            return partial(_make_within, worker_class, outer)
         if _selected_by(outer):
-            _say_bypassed(f"{type(outer).__name__} trains with {name_of(self.worker_class)}, which goes around it")
-        return self.worker_class
+            say_bypassed(f"{type(outer).__name__} trains with {name_of(worker_class)}, which goes around it")
+        return worker_class
+
+    def __set__(self, outer: Any, worker_class: Any) -> None:
+        vars(outer)["actor_worker_cls"] = worker_class
 
 
 def _make_within(worker_class: type[Any], outer: Any, *values: Any, **named: Any) -> Any:
@@ -107,10 +111,6 @@ def subclasses(of: type[Any]) -> list[type[Any]]:
     return [found for direct in of.__subclasses__() for found in (direct, *subclasses(direct))]
 
 
-def _say_bypassed(what: str) -> None:
-    _warn(f"actor.policy_loss selects this loss, but it does not train: {what}")
-
-
 def _warn(what: str) -> None:
     """A line in the log of the driver, once for all ranks."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -158,7 +158,7 @@ class TrinityWorkerMixin:
         return self._known
 
     def _say_another(self, loss_fn: Any) -> None:
-        _say_bypassed(
+        say_bypassed(
             f"a trainer set {name_of(loss_fn)} as the loss (if that calls it after all, let it have its .config)"
         )
 
@@ -182,6 +182,19 @@ class TrinityWorkerMixin:
         count = self.counting.begin if whole_batch else self.counting.attach
         with only_warning("counting for shadow mode") if self._in_shadow else nullcontext():
             count(data, config, self.engine.get_data_parallel_group())
+        if not whole_batch and config.group_size > 1:
+            self._keep_together(data, config.group_size)
+
+    def _keep_together(self, data: TensorDict, size: int) -> None:
+        """Has verl cut between groups of so many rows only."""
+        own = getattr(self, "engine_config", None)
+        by_length, rows = (
+            tu.get(data, name, default=getattr(own, name, None))
+            for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu")
+        )
+        # verl multiplies a fixed number of rows by the size of the groups; one that divides evenly is kept as it is.
+        if by_length or not rows or rows % size:
+            tu.assign_non_tensor(data, force_group_size=size)
 
     def audit(self, data: TensorDict, config: LossConfig) -> dict[str, float]:
         """Audits a mini-batch, if it is the first of a step that was chosen; the ``audit/…`` metrics."""
@@ -196,8 +209,7 @@ class TrinityWorkerMixin:
             return {}
         from trinity_loss.verl.audit import audit
 
-        group_size = max(mode.group_size for mode in config.aggregation_modes.values())
-        return audit(self, data, self.auditing, self.steps.step, group_size)
+        return audit(self, data, self.auditing, self.steps.step, config.group_size)
 
     def tell_step(self, data: TensorDict, config: LossConfig) -> None:
         """Attaches the training step, as verl logs it, where the loss depends on it and nobody said it."""
