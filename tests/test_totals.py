@@ -13,7 +13,7 @@ from ours import in_mode
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from trinity_loss import LossConfig
-from trinity_loss.aggregation import SeqMeanTokenSum
+from trinity_loss.aggregation import Ratio, SeqMeanTokenSum
 from trinity_loss.errors import BatchError, ConfigError, FieldShapeError, TotalsError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -88,6 +88,16 @@ def test_a_count_is_taken_before_the_loss_rejects():
         assert run(loss, cut(samples), "nested", totals=totals).loss == pytest.approx(-5 / 2, rel=1e-12)
     pieces = run(EnginePolicyLoss(config), cut(samples, 2), "nested", totals=((LONG.name, 2),))
     assert pieces.loss == pieces.metrics["actor/pg_loss"] == pytest.approx(-5 / 2, rel=1e-12)
+
+
+def test_nothing_is_counted_though_there_are_tokens():
+    """A mean over no long sequence is 0, alone as with the mini-batch's count."""
+    samples = (sequence(2, advantages=1.0), sequence(1, advantages=1.0))
+    for loss, totals in ((TrinityPolicyLoss, NO_TOTALS), (EnginePolicyLoss, ((LONG.name, 0),))):
+        got = run(loss(LONG_MEAN), cut(samples), "nested", totals=totals)
+        assert got.loss == got.metrics["actor/pg_loss"] == 0
+        assert not got.log_prob_grad.any()
+    assert Ratio(torch.ones(()), torch.zeros(())).value() == 0
 
 
 def test_a_count_of_ones_own_is_expected_by_the_instrument():

@@ -35,7 +35,7 @@ class Ratio:
 
     def value(self) -> Tensor:
         """The quotient; 0, with the numerator's graph, where the denominator is 0."""
-        quotient = self.numerator / torch.where(self.denominator == 0, 1, self.denominator)
+        quotient = self.numerator / torch.where(self.denominator == 0, torch.inf, self.denominator)
         return quotient.to(self.numerator.dtype)
 
 

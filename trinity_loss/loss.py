@@ -222,8 +222,8 @@ class TrinityPolicyLoss:
         return loss, gradients
 
     def _scale(self, mode: AggregationMode, count: Tensor, totals: Totals) -> Tensor | float:
-        """What a numerator is multiplied by; here one over the count of this batch."""
-        return count.clamp(min=1).to(torch.float64).reciprocal()
+        """What a numerator is multiplied by; here one over the count of this batch, 0 where that is 0."""
+        return torch.where(count == 0, 0.0, count.to(torch.float64).reciprocal())
 
     def _check(self, batch: MicroBatch, numbers: dict[str, float]) -> None:
         """Raises what the device found."""
