@@ -93,6 +93,14 @@ def test_a_loss_that_is_set_after_ours_trains_and_is_named(later, caplog):
     assert "it does not train: a trainer set test_worker." in said
 
 
+@pytest.mark.parametrize("what", ["record", "audit"])
+def test_a_folder_without_steps_is_named(what, caplog):
+    started(f"+{POLICY_LOSS}.{what}_dir=/tmp/x")
+    assert warned(caplog) == [
+        f"trinity_loss: policy_loss.{what}_dir is set, but {what}_steps is not: nothing is {what}ed"
+    ]
+
+
 def test_what_carries_a_configuration_of_ours_is_ours(caplog):
     """It is counted for: prompt-mean over a prompt of two rows is 8 / 4."""
     outer, worker = started()

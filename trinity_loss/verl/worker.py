@@ -171,7 +171,10 @@ class TrinityWorkerMixin:
         return config
 
     def _warn_of_unread(self, policy_loss: PolicyLossOptions) -> None:
-        """Says what is asked of rollout correction where nothing reads it."""
+        """Says what is asked of rollout correction where nothing reads it, and where a folder gets no steps."""
+        for what in ("record", "audit"):
+            if getattr(policy_loss, f"{what}_dir") and not getattr(policy_loss, f"{what}_steps"):
+                _warn(f"policy_loss.{what}_dir is set, but {what}_steps is not: nothing is {what}ed")
         own = policy_loss.rollout_correction
         asked = {} if own == type(own)() else {f.name: getattr(own, f.name) for f in fields(own)}
         for text in unread_corrections(policy_loss.loss_mode, asked, self.rollout_correction or asked):
