@@ -132,7 +132,7 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     bench = command(_run_bench, "bench", "measure the cost", _BENCH)
     add = bench.add_argument
-    add("--cases", choices=("goals", "sweep", "scaling"), default="goals", help="(default: goals)")
+    add("--cases", choices=("goals", "sweep", "scaling"), help="(default: goals)")
     add("--sequences", type=_numbers, default=(), metavar="N,N", help="instead of a set of cases")
     add("--longest", type=_numbers, default=(), metavar="N,N", help="longest response")
     add("--fill", type=_shares, default=(), metavar="X,X", help="tokens / (sequences × longest)")

@@ -64,6 +64,8 @@ def check_metric_name(name: str, kind: Kind) -> None:
     contain ``min``, the mean of the others. verl's own keys of its statistics ``seq_max_k2`` and ``seq_max_k3`` are
     the one exception: they keep their names, and of several mini-batches verl reports the largest value of each.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a metric is {name!r}; expected a text")
     if "rollout_rs_seq_max_k" in name:
         return
     expected = "max" if "max" in name else "min" if "min" in name else "ratio"

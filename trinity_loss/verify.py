@@ -64,6 +64,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.plot is not None and Path(self.plot).suffix.lower() not in _FIGURES:
             raise ConfigError(f"--plot is {self.plot!r}; expected a file that ends in one of {', '.join(_FIGURES)}")
+        if self.group_size is not None and self.group_size < 1:
+            raise ConfigError(f"--group-size is {self.group_size}; expected a whole number above 0")
         if self.engine is None:
             if self.steps is not None:
                 raise ConfigError("--steps has no effect without --engine: only an engine has weights")

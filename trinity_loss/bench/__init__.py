@@ -13,10 +13,12 @@ from trinity_loss.bench.cases import GOALS, SCALING, SWEEP, Case, product
 from trinity_loss.bench.cost import Result, measure
 from trinity_loss.bench.peers import LOSS_NAMES, Unsupported, make_losses
 from trinity_loss.errors import ConfigError
-from trinity_loss.rules import COUNT, SHARE, check, list_of, number
+from trinity_loss.rules import COUNT, SHARE, check, list_of, number, one_of
 
 __all__ = ["CASE_SETS", "LOSS_NAMES", "BenchOptions", "Case", "Result", "bench", "measure"]
 
+#: Those of verl, which everything is measured against.
+_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CASE_SETS = {"goals": GOALS, "sweep": SWEEP, "scaling": SCALING}
 
 
@@ -25,7 +27,7 @@ class BenchOptions:
     """What to measure and how to show it.
 
     Attributes:
-        cases: A set by name, unless one of the next four is given: then all their combinations.
+        cases: A set by name; None: ``goals``, unless one of the next four is given: then all their combinations.
         sequences: Numbers of sequences.
         longest: Longest responses.
         fill: Shares of sequences × longest that are response tokens.
@@ -39,7 +41,7 @@ class BenchOptions:
         seed: Of lengths and values.
     """
 
-    cases: str = "goals"
+    cases: str | None = None
     sequences: tuple[int, ...] = ()
     longest: tuple[int, ...] = ()
     fill: tuple[float, ...] = ()
@@ -56,9 +58,13 @@ class BenchOptions:
         for name, value, rule in (
             ("runs", self.runs, number("a whole number above 0", lambda value: value == int(value) > 0)),
             ("fill", self.fill, list_of(SHARE)),
+            ("modes", self.modes, list_of(one_of(*_MODES))),
             ("seed", self.seed, COUNT),
         ):
             check(name, value, rule)
+        sizes = [name for name in ("sequences", "longest", "fill", "modes") if getattr(self, name)]
+        if sizes and self.cases is not None:
+            raise ConfigError(f"--cases {self.cases} has no effect with --{sizes[0]}, which takes the place of a set")
 
 
 def bench(options: BenchOptions) -> bool:
@@ -76,12 +82,13 @@ def bench(options: BenchOptions) -> bool:
     from trinity_loss.bench import cost_table
 
     unknown = set(options.losses) - set(LOSS_NAMES)
-    if unknown or options.cases not in CASE_SETS:
+    name = options.cases or "goals"
+    if unknown or name not in CASE_SETS:
         raise ConfigError(f"--losses takes {', '.join(LOSS_NAMES)}; --cases takes {', '.join(CASE_SETS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds none")
     given = (options.sequences, options.longest, options.fill, options.modes)
-    cases = product(*given) if any(given) else CASE_SETS[options.cases]
+    cases = product(*given) if any(given) else CASE_SETS[name]
     threads = torch.get_num_threads()
     # Time spent by this thread is all that is spent, and other processes do not count.
     torch.set_num_threads(1)
