@@ -31,10 +31,9 @@ from batches import (
 )
 from forms import LAYOUTS, NO_TOTALS, Form, flat_gradient, make_leaves
 from omegaconf import OmegaConf
-from oracle import AGGREGATIONS, MODES, OF_THE_MINI_BATCH, POLICY_LOSSES, REJECTION_RULES, aggregate
+from oracle import AGGREGATIONS, GROUPS, MODES, OF_THE_MINI_BATCH, POLICY_LOSSES, REJECTION_RULES, aggregate
 from ours import (
     BLIND_TO_EMPTY,
-    OF_GROUPS,
     SCALED,
     check,
     in_mode,
@@ -583,11 +582,13 @@ def test_19_aggregate_loss_of_a_packed_row(mode, right):
     segments = torch.tensor([[4] * 7 + [2] * 2 + [0, 0]])
     wide = torch.tensor([[1.0] * 7, [10.0] * 2 + [nan] * 5], dtype=torch.float64)
     scale = {"loss_scale_factor": 4.0} if mode in SCALED else {}
-    prompts = mode in OF_GROUPS
-    packed = aggregate_loss(
-        rows, segments != 0, mode, segment_ids=segments, prompt_ids=segments if prompts else None, **scale
-    )
-    padded = aggregate_loss(wide, ~wide.isnan(), mode, prompt_ids=torch.tensor([4, 2]) if prompts else None, **scale)
+    of_rows, of_tokens, groups = {}, {}, GROUPS.get(AGGREGATIONS[mode].total)
+    if groups is not None:
+        keys = [groups.key(s) for s in SEVEN_AND_TWO]
+        one, two = map(keys.index, keys)
+        of_rows[groups.ids], of_tokens[groups.ids] = torch.tensor([one, two]), torch.tensor([[one] * 7 + [two] * 4])
+    packed = aggregate_loss(rows, segments != 0, mode, segment_ids=segments, **of_tokens, **scale)
+    padded = aggregate_loss(wide, ~wide.isnan(), mode, **of_rows, **scale)
     assert packed.value().item() == ALIKE(right)
     assert padded.value().item() == ALIKE(right)
     assert (packed.numerator / packed.denominator).item() == ALIKE(right)

@@ -12,8 +12,8 @@ from oracle import AGGREGATIONS, COUNTS, GROUPS, MODES, OF_VERL
 from ours import in_mode
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from trinity_loss import LossConfig
-from trinity_loss.aggregation import Ratio, SeqMeanTokenSum
+from trinity_loss import LossConfig, aggregate_loss
+from trinity_loss.aggregation import PromptMean, Ratio, SeqMeanTokenSum
 from trinity_loss.errors import BatchError, ConfigError, FieldShapeError, TotalsError
 from trinity_loss.invariance import check_invariance
 from trinity_loss.invariance.minibatch import MiniBatch
@@ -40,6 +40,15 @@ class LongMean(SeqMeanTokenSum):
 
     def local_count(self, tokens):
         return (tokens.counts > 2).sum()
+
+
+@dataclass(frozen=True)
+class SessionMean(PromptMean):
+    """Mean over the tokens of a session, mean over sessions."""
+
+    @property
+    def total(self):
+        return SESSIONS.name
 
 
 def rows(*lengths, **fields):
@@ -115,6 +124,16 @@ def test_a_name_that_is_taken_is_refused(name):
 def test_an_unknown_total_is_refused():
     with pytest.raises(ConfigError, match=r"total is 'batch_num_words'; expected one of batch_num_tokens, "):
         find_count("batch_num_words")
+
+
+def test_ids_of_ones_own_groups_reach_the_mode_alone():
+    """Sessions 7, 5 and 7 with losses 1 and 3, 5, and 4: (8/3 + 5) / 2."""
+    losses, mask = torch.tensor([[1.0, 3.0], [5.0, 0.0], [4.0, 0.0]]), torch.tensor([[1, 1], [1, 0], [1, 0]])
+    ids = torch.tensor([7, 5, 7])
+    mode = f"{__name__}:{SessionMean.__name__}"
+    assert aggregate_loss(losses, mask, mode, session_ids=ids).value().item() == pytest.approx((8 / 3 + 5) / 2)
+    with pytest.raises(ConfigError, match="session_ids, which loss_agg_mode 'prompt-mean' does not take"):
+        aggregate_loss(losses, mask, "prompt-mean", prompt_ids=ids, session_ids=ids)
 
 
 def test_pairs_are_half_of_the_sequences():

@@ -335,6 +335,7 @@ def aggregate_loss(
     trajectory_ids: Tensor | None = None,
     loss_scale_factor: float | None = None,
     count_empty_sequences: bool = True,
+    **group_ids: Tensor,
 ) -> Ratio:
     """Aggregates token losses of one batch to a numerator and a denominator.
 
@@ -348,13 +349,14 @@ def aggregate_loss(
             one.
         loss_scale_factor: Divisor of the modes that have a constant one.
         count_empty_sequences: Whether fully masked sequences, prompts and trajectories count in the denominator.
+        **group_ids: Ids of the groups that a mode of your own counts, under the name that its count gives them.
 
     Returns:
         Numerator and denominator, 0-d tensors. Both add up over the pieces of a batch
         where the denominator is a count; that of ``token-sum`` and ``constant`` is 1.
 
     Raises:
-        ConfigError: The mode or its divisor is not valid.
+        ConfigError: The mode or its divisor is not valid, or there are ids that it does not take.
         FieldShapeError: Shapes do not fit.
 
     Example:
@@ -386,8 +388,11 @@ def aggregate_loss(
     if losses.shape != tokens.mask.shape:
         raise FieldShapeError(f"loss_mat holds {losses.numel()} tokens, loss_mask {tokens.size}")
     count = None if mode.total is None else find_count(mode.total)
+    taken = count.ids if isinstance(count, GroupCount) else None
+    if unknown := sorted(group_ids.keys() - {taken}):
+        raise ConfigError(f"there are {unknown[0]}, which loss_agg_mode {loss_agg_mode!r} does not take")
     if isinstance(count, GroupCount):
-        ids = {"prompt_ids": prompt_ids, "trajectory_ids": trajectory_ids}.get(count.ids)
+        ids = {"prompt_ids": prompt_ids, "trajectory_ids": trajectory_ids, **group_ids}.get(count.ids)
         if ids is None and count.told_by:
             ids = tokens.sequence if segment_ids is not None else torch.arange(tokens.num_slots, device=losses.device)
         if ids is not None:
