@@ -181,6 +181,18 @@ def test_a_wrong_selection_fails_when_it_is_made(override, named):
         actor(TARGET, override)
 
 
+def test_old_log_probs_cannot_choose_where_the_policy_moves():
+    """Several epochs are several mini-batches, whatever else is configured."""
+    here = "actor_rollout_ref.actor.policy_loss."
+    given = (TARGET, f"+{here}selection_pass=old_log_probs", "actor_rollout_ref.actor.ppo_epochs=2")
+    assert loss_config(actor(*given)).selection_pass == "old_log_probs"  # Nothing is chosen.
+    with pytest.raises(
+        ConfigError, match=r"selection_pass is 'old_log_probs', but .*ppo_epochs is 2.*expected 'forward'"
+    ):
+        loss_config(actor(*given, here + "loss_mode=kl_cov"))
+    loss_config(actor(*given[:2], here + "loss_mode=kl_cov"))
+
+
 def test_distillation_with_our_target():
     from verl.trainer.distillation import distillation_ppo_loss
     from verl.workers.config import DistillationConfig, DistillationLossConfig

@@ -286,6 +286,12 @@ REFUSED = {
         {"session_id": NonTensorData([0], batch_size=[2]), "uid": NonTensorStack("a", "b")},
         "session_id has 1 entries",
     ),
+    "trajectories that are no integers": (
+        TRAJECTORIES,
+        {"trajectory_ids": torch.tensor([0, 1])},
+        {"trajectory_ids": torch.tensor([0.5, 1.5])},
+        "trajectory_ids has dtype torch.float32; expected integers",
+    ),
     "advantages of another shape": ({}, {}, {"advantages": torch.ones(2, 7)}, "advantages holds 14 values"),
     "a negative weight": (
         {"row_weights": "loss_weight"},

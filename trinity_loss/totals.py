@@ -251,7 +251,11 @@ def trajectory_keys(rows: Rows) -> Sequence[Hashable]:
 
     Raises:
         MissingFieldError: There is a ``session_id``, but no ``uid`` of the prompt that it is a session of.
+        FieldShapeError: ``trajectory_ids`` are no integers.
     """
+    given = get_value(rows.data, "trajectory_ids")
+    if isinstance(given, Tensor) and given.is_floating_point():
+        raise FieldShapeError(f"trajectory_ids has dtype {given.dtype}; expected integers")
     ids, sessions, uids = (rows.values(name) for name in ("trajectory_ids", "session_id", "uid"))
     if ids is not None:
         return ids
