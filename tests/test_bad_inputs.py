@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
+from verl import DataProto
 
 from trinity_loss import EnginePolicyLoss, LossConfig, TrinityPolicyLoss, errors
 from trinity_loss.metric_set import finish_metrics
@@ -140,6 +141,10 @@ def both(*changes: Callable[[Given], Any]) -> Callable[[Given], Any]:
     return lambda given: [change(given) for change in changes]
 
 
+def as_data_proto(given: Given) -> None:
+    given.data = DataProto.from_dict({k: v for k, v in given.data.items() if isinstance(v, torch.Tensor)})
+
+
 # What is missing.
 bad("session-without-a-uid", both(sessions(), drop("uid")), alone=True, **TRAJECTORIES)
 bad("no-row-weights", lambda given: None, **WEIGHTS)
@@ -147,6 +152,7 @@ bad("no-expert-mask", lambda given: None, **MIX)
 bad("no-step", put("expert_mask", [1, 0]), loss_mode="mix_chord", loss_args={"mu_warmup_steps": 2})
 bad("no-teacher", lambda given: None, distillation={"loss_mode": "k3"})
 bad("no-divergence-from-a-teacher", lambda given: None, distillation={"loss_mode": "forward_kl_topk"})
+bad("no-mapping", as_data_proto)
 bad("no-log-probs", drop("log_probs"))
 bad("no-response-mask", drop("response_mask"))
 bad("no-old-log-probs", drop("old_log_probs"))

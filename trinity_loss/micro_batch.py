@@ -261,6 +261,11 @@ def read_micro_batch(
     if isinstance(data, TensorDict):
         # A look into a TensorDict costs as much as ten operations, and there are a dozen.
         data = dict(data.items())
+    elif not hasattr(data, "get"):
+        raise FieldShapeError(
+            f"the micro-batch is a {type(data).__name__}; expected a TensorDict or another mapping, as "
+            "DataProto.to_tensordict() makes one"
+        )
     mask = get_value(data, "response_mask")
     parts = {name: model_output.get(name, None) for name in outputs}
     for name, part in parts.items():

@@ -408,8 +408,8 @@ class PairMean(AggregationMode):
 def dpo(inputs: PolicyInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> TokenLoss:
     """Direct preference optimization: https://arxiv.org/abs/2305.18290.
 
-    Rows 2i and 2i + 1 are a pair, the chosen answer first. A pair must not be cut, which verl's
-    ``force_group_size=2`` sees to; the mean is over the pairs of the mini-batch.
+    Rows 2i and 2i + 1 are a pair, the chosen answer first. A pair must not be cut, which our training worker sees to
+    (``force_group_size=2``); the mean is over the pairs of the mini-batch.
     """
     tokens = inputs.tokens
     if tokens.offsets is None or tokens.num_slots % 2:
