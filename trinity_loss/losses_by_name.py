@@ -298,25 +298,36 @@ def _from_module(spec: str, config: DictConfig) -> BoundLoss:
         from trinity_loss.verl.composed import actor_config, token_budgets
 
         actor = actor_config(config)
-        return BoundLoss(spec, partial(found, config=actor), token_budgets(actor))
+        fresh = partial(_made_anew, spec, config=actor)
+        return BoundLoss(spec, partial(found, config=actor), token_budgets(actor), fresh=fresh)
     return BoundLoss(spec, found, fresh=partial(_made_anew, spec))
 
 
-def _made_anew(spec: str) -> LossFn:
-    """What stands there in a module that is run again, beside the one that is imported."""
+def _made_anew(spec: str, **arguments: Any) -> LossFn:
+    """What stands there in a module that is run again, beside the one that is imported; with these arguments bound."""
     module, _, name = spec.partition(":")
     found = importlib.util.find_spec(module)
     if found is None or found.loader is None:
         return find_at("--loss", spec)
     again: Any = importlib.util.module_from_spec(found)
     found.loader.exec_module(again)
-    return reduce(getattr, name.split("."), again)
+    made: Any = reduce(getattr, name.split("."), again)
+    return partial(made, **arguments) if arguments else made
 
 
 def _of_contract(spec: str, contract: Contract, weight_fn: str | None) -> BoundLoss:
     found = _callable_at(spec)
     weigh = None if weight_fn is None else find_at("--weight-fn", weight_fn)
-    return BoundLoss(f"{spec} ({contract.name})", Played(contract, found, weigh), contract=contract)
+    return BoundLoss(
+        f"{spec} ({contract.name})",
+        Played(contract, found, weigh),
+        fresh=partial(_played_anew, spec, contract, weigh),
+        contract=contract,
+    )
+
+
+def _played_anew(spec: str, contract: Contract, weigh: Callable[..., Any] | None) -> LossFn:
+    return Played(contract, _made_anew(spec), weigh)
 
 
 def _registered(spec: str, policy_loss: Callable[..., Any]) -> str:

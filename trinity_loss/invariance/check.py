@@ -17,6 +17,7 @@ from trinity_loss.invariance.diagnosis import explain, masked_values, metric_fin
 from trinity_loss.invariance.draw import make_mini_batch, special_mini_batches, with_extra_fields, with_teacher
 from trinity_loss.invariance.engine import BoundLoss, LossFn
 from trinity_loss.invariance.measure import Subject, describe, is_ours, variant
+from trinity_loss.invariance.memory import reads_the_clock, what_it_keeps
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.ranks import CollectiveError, as_rank
 from trinity_loss.invariance.report import Report
@@ -208,7 +209,9 @@ def check_subject(
             if found:
                 findings += found
                 break
-    for finding in (masked_values(subject), metric_finding(rows, tolerance)):
+    notes = [masked_values(subject), metric_finding(rows, tolerance)]
+    # NaN that a metric alone shows is the lesser fault of it.
+    for finding in notes[::-1] if notes[0] is not None and "reaches the metric" in notes[0].text else notes:
         if finding is not None:
             findings.append(replace(finding, counts=strict))
     return Report(
@@ -230,10 +233,14 @@ def _before_any_cut(subject: Subject) -> list[Finding]:
         text = "two calls on the same tensors differ: the loss writes into what it is given"
         found.append(Finding("inputs changed in place", text))
     elif subject.noise is not None and found[1] is None:
-        said = "the loss draws random numbers"
-        if subject.noise != "random numbers":
-            said = "the loss keeps something between calls, or draws from a generator of its own"
-        found.append(Finding(subject.noise, f"two calls on the same whole mini-batch differ: {said}"))
+        text, name = "two calls on the same whole mini-batch differ", subject.noise
+        if name == "random numbers":
+            text += ": the loss draws random numbers"
+        elif reads_the_clock(subject):
+            text, name = f"{text}, and agree where no time passes: the loss reads the clock", "random numbers"
+        else:
+            text += f": the loss {what_it_keeps(subject)}"
+        found.append(Finding(name, text))
     return [finding for finding in found if finding is not None]
 
 
@@ -266,10 +273,25 @@ def _further(
         rows = [measure_row(other, Cut("special", even(other_batch, m, d), base, note=what)) for m, d in some]
         broken = not_finite(other, f"a whole mini-batch with {what}")
         found = [] if broken is None else [broken]
-        if many and max(row.error for row in rows) > tolerance:
+        if many and broken is not None:
+            if _is_finite_on_policy(subject, other_batch):
+                skipped.append((what, "the ratios of so long sequences overflow"))
+                continue
+            text = f"{broken.text}, and that of short ones is not: a count or a sum exceeds its type"
+            found = [Finding("counts in low precision", text)]
+        elif many and max(row.error for row in rows) > tolerance:
             text = f"gradient or loss is {max(row.error for row in rows):.2g} off at {rows[0].cut.place}"
             found.append(Finding("counts in low precision", f"{text}, and right with short ones"))
         yield rows, found or explain(other, rows, tolerance)
+
+
+def _is_finite_on_policy(subject: Subject, batch: MiniBatch) -> bool:
+    """Whether the whole mini-batch gives a number where all policies are the same."""
+    policies = {name: batch.log_probs.detach().clone() for name in batch.token_fields if "log_prob" in name}
+    try:
+        return subject.on(batch.with_fields(**policies)).outcome.finite
+    except Exception:
+        return False
 
 
 def assert_invariant(loss_fn: LossFn | BoundLoss, batch: MiniBatch | None = None, **options: Any) -> Report:
@@ -327,7 +349,7 @@ def measure_row(subject: Subject, cut: Cut, loss_fn: LossFn | None = None) -> Ro
     reference, alone = subject.whole, loss_fn is not None or cut.kind in ("special", "ranks")
     try:
         if alone:
-            outcome = subject.run(cut, loss_fn=loss_fn, as_rank=as_rank if cut.kind == "ranks" else None)
+            outcome = subject.run(cut, loss_fn=loss_fn, identity=as_rank if cut.kind == "ranks" else None)
             terms = {"gradient": outcome.gradient}
         else:
             measured = subject.measure(cut)

@@ -9,15 +9,12 @@ import torch
 
 from trinity_loss.invariance.cuts import Cut, Layout, whole
 from trinity_loss.invariance.measure import Subject, describe, variant
+from trinity_loss.invariance.memory import what_it_keeps
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.probe import Cause, causes, with_masked
 from trinity_loss.invariance.rows import TERMS, Finding, Row, Value
 
-#: Cuts that show one cause, and nothing else did.
-_OF_KIND = {
-    "fresh": Cause("state between calls", "{} keeps what an earlier call computed"),
-    "ranks": Cause("rank identity", "{} asks which rank it is on"),
-}
+_RANKS = Cause("rank identity", "{} asks which rank it is on")
 _LAYOUT = Cause("layout", "{} is another one in another layout of the same sequences")
 
 
@@ -73,10 +70,11 @@ def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict
     wrong: dict[Cause, list[str]] = {}
     finite = [row for row in off if row.failure is None and math.isfinite(row.error)]
     kinds = {row.cut.kind for row in finite}
-    if finite and subject.noise is None and subject.remembers:
-        return {_OF_KIND["fresh"]: ["gradient", *(t for t in subject.whole.terms)]}
-    if len(kinds) == 1 and (kind := next(iter(kinds))) in _OF_KIND:
-        return {_OF_KIND[kind]: ["gradient", *(t for t in subject.whole.terms)]}
+    everything = ["gradient", *(t for t in subject.whole.terms)]
+    if finite and subject.noise is None and (subject.remembers or kinds == {"fresh"}):
+        return {Cause("state between calls", f"{{}} {what_it_keeps(subject)}"): everything}
+    if kinds == {"ranks"}:
+        return {_RANKS: everything}
     for term in [t for t in TERMS if t != "gradient"]:
         shown = [row for row in finite if term in row.gradients and row.gradients[term].worst > tolerance]
         if shown:
@@ -137,6 +135,9 @@ def _two(value: Value) -> str:
 
 def _broken(subject: Subject, row: Row) -> Finding:
     """What a cut fails on."""
+    missing = _missing_metrics(subject, row) if row.failure is not None and "metric" in row.failure else None
+    if missing is not None:
+        return Finding("fails on a cut", f"at {row.cut.place}: {missing}, and verl cannot reduce the others")
     empty = _empty_micro_batch(subject)
     valid = [group for group in subject.batch.groups if all(subject.batch.valid_counts[i] for i in group)]
     # What as few valid sequences do too is not for want of a token.
@@ -153,6 +154,19 @@ def _broken(subject: Subject, row: Row) -> Finding:
     return Finding("fails on a cut", f"{where}: {row.failure or 'NaN or infinity'}")
 
 
+def _missing_metrics(subject: Subject, row: Row) -> str | None:
+    """Which metrics a micro-batch of this cut does not emit, in words."""
+    for rows in (rows for rank in row.cut.ranks for rows in rank):
+        try:
+            emitted = subject.run(Cut("even", ((rows,),), subject.base), None, {"dp_size": len(row.cut.ranks)}).metrics
+        except Exception:
+            return None
+        if missing := [name for name in subject.outcome.metrics if name not in emitted]:
+            tokens = sum(subject.batch.valid_counts[i] for i in rows)
+            return f"a micro-batch with {tokens} valid tokens does not emit {', '.join(missing)}"
+    return None
+
+
 def _empty_micro_batch(subject: Subject) -> str | None:
     """What happens on a micro-batch of masked sequences, None if all is well."""
     batch, rows = with_masked(subject, 3, 2)
@@ -166,7 +180,7 @@ def _failure(subject: Subject, rows: Sequence[int], ranks: int, batch: MiniBatch
     except Exception as error:
         return f"raises {describe(error)}"
     if outcome.without_graph:
-        return "gives a loss without a graph, so that backward raises there"
+        return "gives a loss without a graph to the log-probs, so that backward raises there or other ranks wait"
     return None if outcome.finite else "gives NaN or infinity"
 
 

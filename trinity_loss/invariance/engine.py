@@ -232,14 +232,14 @@ def run(
                 micro = build(batch, rows, cut.layout, cut.width)
                 output = micro.model_output(log_probs, entropy)
                 data = micro.with_totals({"micro_batch_size_per_gpu": micro.num_rows} | shared, worker)
-                with nullcontext() if as_rank is None else as_rank(number, ranks):
+                with nullcontext() if as_rank is None else as_rank(number, shared["dp_size"]):
                     called = loss_fn if make is None else make()
                     result = called(model_output=output, data=data, dp_group=None if as_rank is None else as_rank)
                 loss, metrics = checked(result)
                 emitted[-1].append(metrics)
                 value = loss.item()
                 reported, size = reported + value / ranks, size + abs(value) / ranks
-                if loss.requires_grad:
+                if loss.requires_grad and (value or _reaches(loss, log_probs, entropy)):
                     contributions.append(loss / ranks)
                 else:
                     without_graph += 1
@@ -267,6 +267,20 @@ def _as_sent(
         ]
         for rank in (cut.ranks if complete else ((everything,),))
     ]
+
+
+def _reaches(loss: Tensor, *leaves: Tensor | None) -> bool:
+    """Whether backward comes to one of the leaves; a new tensor with a gradient of its own does not."""
+    ahead, seen = [loss.grad_fn], set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(getattr(node, "variable", None) is leaf for leaf in leaves if leaf is not None):
+            return True
+        ahead += [following for following, _ in node.next_functions]
+    return False
 
 
 def checked(result: Any) -> tuple[Tensor, Mapping[str, Any]]:

@@ -24,6 +24,7 @@ from trinity_loss.invariance.cuts import ENGINE_LAYOUTS, Cut, Layout, even, whol
 from trinity_loss.invariance.engine import Builder, ContractError, LossFn, Outcome, run
 from trinity_loss.invariance.layouts import EngineMicroBatch, build
 from trinity_loss.invariance.minibatch import MiniBatch
+from trinity_loss.invariance.ranks import as_rank
 from trinity_loss.loss import TrinityPolicyLoss
 from trinity_loss.loss_config import LossConfig
 
@@ -91,6 +92,7 @@ class Subject:
         self._fresh = fresh
         self.build: Builder = partial(build, memory={})
         self.worker = is_ours(loss_fn)
+        self.identity: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None
         self.skipped: list[tuple[str, str]] = []
         self._healthy: dict[Layout, Outcome] = {}
         self.layouts, self.outcome = self._try(layouts)
@@ -137,8 +139,12 @@ class Subject:
         """The whole; where a loss asks for what only our training worker counts, with that."""
         try:
             return self.run(whole(self.batch, layout))
-        except BatchError:
-            if self.worker:
+        except (ValueError, RuntimeError) as error:
+            if self.identity is None and "process group" in str(error):
+                self.identity = as_rank
+                self.skipped.append(("process group", "the loss asks for it, and is told of data-parallel ranks alone"))
+                return self._first(layout)
+            if self.worker or not isinstance(error, BatchError):
                 raise
             self.worker = True
             try:
@@ -168,7 +174,7 @@ class Subject:
         totals: Mapping[str, int] | None = None,
         loss_fn: LossFn | None = None,
         seed: int = 0,
-        as_rank: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
+        identity: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
         make: Callable[[], LossFn] | None = None,
     ) -> Outcome:
         """Runs the loss on a cut of the mini-batch, or of a variant of it.
@@ -179,7 +185,7 @@ class Subject:
             totals: What the micro-batches say of the mini-batch instead of the truth.
             loss_fn: Another loss instead.
             seed: Added to that of the generators.
-            as_rank: See :func:`trinity_loss.invariance.engine.run`.
+            identity: ``as_rank`` of :func:`trinity_loss.invariance.engine.run`.
             make: Likewise.
         """
         return run(
@@ -190,7 +196,7 @@ class Subject:
             seed=self.seed + seed,
             build=self.build,
             worker=self.worker,
-            as_rank=as_rank,
+            as_rank=identity or self.identity,
             make=make,
         )
 
@@ -218,7 +224,7 @@ class Subject:
     def changes_inputs(self) -> bool:
         """Whether the loss answers otherwise where it is handed the same tensors again; they are not, after this."""
         rows = range(self.batch.num_sequences)
-        if all(_same(outcome, self.outcome) for outcome in self._twice) or _equal(
+        if all(same(outcome, self.outcome) for outcome in self._twice) or _equal(
             self.build(self.batch, rows, self.base, None), self.batch, self.base
         ):
             return False
@@ -233,9 +239,9 @@ class Subject:
         with contextlib.suppress(Exception):  # Something else in between, which a running mean would remember.
             self.run(Cut("even", even(self.batch, 2, 1), self.base))
             again.append(self.run(everything))
-        if not all(_same(outcome, self.outcome) for outcome in again):
+        if not all(same(outcome, self.outcome) for outcome in again):
             return "state between calls"
-        return None if _same(self.run(everything, seed=1), self.outcome) else "random numbers"
+        return None if same(self.run(everything, seed=1), self.outcome) else "random numbers"
 
     @cached_property
     def remembers(self) -> bool:
@@ -243,7 +249,7 @@ class Subject:
 
         pieces = Cut("even", even(self.batch, min(3, len(self.batch.groups)), 1), self.base)
         with contextlib.suppress(Exception):  # No answer is no verdict.
-            return not _same(self.run(pieces, make=self.fresh), self.run(pieces))
+            return not same(self.run(pieces, make=self.fresh), self.run(pieces))
         return False
 
     @cached_property
@@ -282,7 +288,7 @@ class Subject:
         try:
             if advantages is not None:
                 indifferent = self.batch.with_fields(advantages=torch.zeros_like(advantages))
-                if _same(self.run(whole(self.batch, self.base), indifferent), self.outcome):
+                if same(self.run(whole(self.batch, self.base), indifferent), self.outcome):
                     return None
             left = self.run(whole(self.calm, self.base), self.calm).log_prob_gradient
         except Exception:
@@ -357,7 +363,7 @@ def _equal(micro: EngineMicroBatch, batch: MiniBatch, layout: Layout) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in flat)
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
+def same(one: Outcome, other: Outcome) -> bool:
     """Whether two runs of the same pieces gave the same bits, up to what a library adds in another order."""
     scale = 1e-9 * float(one.gradient.abs().nan_to_num().max())
     return torch.allclose(one.gradient, other.gradient, rtol=1e-7, atol=scale, equal_nan=True)

@@ -293,7 +293,7 @@ class Probe:
         with contextlib.suppress(Exception):  # A loss that calls a collective has no answer.
             run, rows = self.subject.run, (self.rows,)
             cut = Cut("ranks", (rows, rows), self.subject.base)
-            played, alone = (run(cut, as_rank=identity).gradient for identity in (as_rank, None))
+            played, alone = (run(cut, identity=identity).gradient for identity in (as_rank, None))
             if float((played - alone).norm()) > self.same * float(alone.norm()):
                 asked = "{} asks the process group or the environment for the number of ranks, which is not always "
                 return [Cause("missing dp_size", asked + 'that of data["dp_size"]: sequence and model parallelism')]

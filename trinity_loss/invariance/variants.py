@@ -19,8 +19,7 @@ def tokens_of(batch: MiniBatch, rows: Sequence[int]) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def with_field_moved(batch: MiniBatch, name: str, by: float, rows: tuple[int, ...]) -> MiniBatch:
     """One field (``log_probs``, ``entropy`` or a token field) moved in these sequences, log-probs still negative."""
-    own = name in ("log_probs", "entropy")
-    old = getattr(batch, name) if own else batch.token_fields[name]
+    old = getattr(batch, name) if name in ("log_probs", "entropy") else batch.token_fields[name]
     here = tokens_of(batch, rows)
     moved = old.clone()
     moved[here] += by
@@ -28,7 +27,9 @@ def with_field_moved(batch: MiniBatch, name: str, by: float, rows: tuple[int, ..
         moved.clamp_(max=-0.01)
     elif name == "entropy" or bool((old >= 0).all()):
         moved.clamp_(min=0.01)
-    return replace(batch, **{name: moved}) if own else batch.with_fields(**{name: moved})
+    if name == "log_probs":
+        return replace(batch, log_probs=moved)
+    return replace(batch, entropy=moved) if name == "entropy" else batch.with_fields(**{name: moved})
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,72 @@
+"""Why two calls of a loss on the same micro-batch differ."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+from trinity_loss.invariance.cuts import Cut, even, whole
+from trinity_loss.invariance.engine import Outcome
+from trinity_loss.invariance.measure import Subject, same, variant
+from trinity_loss.invariance.minibatch import MiniBatch
+
+#: Calls that come before, as a loss that counts them may wait for some. An odd number: one may turn with each.
+_CALLS = 25
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
+_UNKNOWN = "keeps something between calls, or draws from a generator of its own"
+
+
+@contextlib.contextmanager
+def _stopped_clocks() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name in _CLOCKS:
+            now = getattr(time, name)()
+            stack.enter_context(mock.patch.object(time, name, lambda now=now: now))
+            stack.enter_context(mock.patch.object(time, f"{name}_ns", lambda now=now: int(now * 1e9)))
+        yield
+
+
+def reads_the_clock(subject: Subject) -> bool:
+    """Whether calls that differ agree where no time passes."""
+    everything = whole(subject.batch, subject.base)
+    with _stopped_clocks():
+        return same(subject.run(everything), subject.run(everything))
+
+
+def what_it_keeps(subject: Subject) -> str:
+    """What a loss keeps between calls, as the end of a sentence that starts with its name.
+
+    It is made anew and called on some sequences, on the same ones with other values, or on fewer of them, before it
+    is called on the whole: what these make of the whole says what it took along.
+    """
+    batch = subject.batch
+    first, second = even(batch, 2, 1)[0]
+    others = [variant(batch, "with_other_content", scale, *first) for scale in (1.7, 0.05)]
+    fewer = first[: max(1, len(first) // 2)]
+
+    def after(*calls: tuple[tuple[int, ...], MiniBatch]) -> Outcome:
+        loss_fn = subject.fresh()
+        for rows, of in calls:
+            subject.run(Cut("even", ((rows,),), subject.base), of, loss_fn=loss_fn)
+        return subject.run(whole(batch, subject.base), loss_fn=loss_fn)
+
+    try:
+        one, many = after((first, batch)), after(*[(first, batch)] * _CALLS)
+        new = after()
+        if not same(new, after()):
+            return _UNKNOWN
+        if not same(new, one) and same(one, after((first, batch), (second, batch), (fewer, batch))):
+            return "keeps what its first call computed"
+        by_values = [after(*[(first, other)] * _CALLS) for other in others]
+        by_number = after(*[(fewer, batch)] * _CALLS)
+    except Exception:  # No answer is no verdict.
+        return _UNKNOWN
+    if not all(same(many, other) for other in by_values):
+        return "keeps what earlier calls computed from their values: a running mean, a cache, a coefficient"
+    if not same(many, by_number):
+        return "counts calls, sequences or tokens, or draws from a generator of its own"
+    if not same(new, many):
+        return "counts its calls"
+    return _UNKNOWN
