@@ -1,4 +1,4 @@
-"""What is wrong with a loss, in plain sentences; the experiments behind them are in ``probe.py``."""
+"""What is wrong with a loss, in plain sentences; the experiments behind them are in ``causes.py``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from trinity_loss.invariance.causes import causes
 from trinity_loss.invariance.cuts import Cut, Layout, whole
 from trinity_loss.invariance.measure import Subject, describe, variant
 from trinity_loss.invariance.memory import what_it_keeps
 from trinity_loss.invariance.minibatch import MiniBatch
-from trinity_loss.invariance.probe import Cause, causes, with_masked
+from trinity_loss.invariance.probe import Cause, with_masked
 from trinity_loss.invariance.rows import TERMS, Finding, Row, Value
 
 _RANKS = Cause("rank identity", "{} asks which rank it is on")
