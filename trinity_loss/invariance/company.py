@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from trinity_loss.invariance.variants import with_field_moved, with_other_length
 
 #: Sequences that are tried alone.
 MOST_ALONE = 6
+COMPARES = "{} compares or averages the answers of a prompt that the micro-batch holds, and a cut takes them apart"
 #: Fields in words.
 _FIELDS = {
     "log_probs": "log-probs",
@@ -32,8 +34,12 @@ class Company(Probe):
     """Experiments on what is around a sequence."""
 
     def crossed(self) -> Cause | None:
-        """:meth:`content` with values that cross thresholds."""
-        return next(filter(None, map(self.content, (0.1, 4.0, -4.0, 40.0))), None) or self._by_field()
+        """:meth:`content` with values that cross thresholds, of all fields or of one."""
+        found = next(filter(None, map(self.content, (0.1, 4.0, -4.0, 40.0))), None)
+        if found is not None:
+            return found
+        fields = self._fields(self.pairs(self.groups), (0.7, -0.7, 5.0, -5.0))
+        return self._within(self._cause(set().union(*fields.values()), [*fields]), True) if fields else None
 
     def silenced(self) -> Cause | None:
         """Whether a sequence without a gradient has one where it is alone."""
@@ -48,42 +54,48 @@ class Company(Probe):
         """A cause that is about prompts, where they are by themselves what they are in company."""
         if not (prompts and self.within_prompts()):
             return cause
-        compares = "{} compares the answers of a prompt that the micro-batch holds, and a cut takes them apart"
-        return Cause("prompt group inside the micro-batch", compares)
+        return Cause("prompt group inside the micro-batch", COMPARES)
 
     def content(self, scale: float = 1.7) -> Cause | None:
         """Whether a sequence's part depends on what the others hold, masks and lengths apart."""
         moved = self._moved_by_halves(self.groups, scale)
         if not moved:
             return None
+        if moved & {"factor", "tokens"} and self._has_two_forms():
+            moved = {"switch"}
+        fields = self._fields(self.pairs(self.groups), (5.0, -5.0))
         return self._within(
-            self._cause(moved, [name for name, how in self._fields.items() if how]),
-            bool(self._prompts) and not self._moved_by_halves(self._prompts, scale),
+            self._cause(moved, [*fields]), bool(self._prompts) and not self._moved_by_halves(self._prompts, scale)
         )
 
-    def _by_field(self) -> Cause | None:
-        """The same with each field moved by itself, further than a factor does."""
-        names = [name for name, how in self._fields.items() if how]
-        moved = {how for name in names for how in self._fields[name]}
-        return self._within(self._cause(moved, names), True) if names else None
+    def _has_two_forms(self) -> bool:
+        """Whether whatever changes in the others makes of a sequence one of two things."""
+        moved = []
+        for changed, watched in self.pairs(self.groups):
+            here, batch = self.tokens(watched), self.subject.batch
+            others = [variant(batch, "with_other_content", scale, *changed) for scale in (0.1, 1.7, 4.0, 40.0)]
+            answers = [self.gradient(self.rows, other)[here] for other in others]
+            moved = [answer for answer in answers if self.differ(answer, self.together[here])]
+            if any(self.differ(answer, moved[0]) for answer in moved):
+                return False
+        return bool(moved)
 
     def _cause(self, moved: set[str], fields: Sequence[str] = ()) -> Cause:
         """What it means that sequences change with other values in others, and by which fields."""
         named = [_FIELDS.get(name, name) for name in fields]
-        many = not named or len(named) > _MOST_FIELDS
-        of = "what its tokens hold" if many else f"its {' and '.join(named)}"
+        of = " and ".join(named) if 0 < len(named) <= _MOST_FIELDS else "tokens"
+        factor, choice = "statistic of the micro-batch as a factor", "selection inside the micro-batch"
+        if moved == {"switch"}:
+            return Cause(
+                factor, f"{{}} takes another form or coefficient where the micro-batch's {of} cross a threshold"
+            )
         if moved == {"gate"}:
-            name, why = "statistic of the micro-batch as a factor", f"{{}} is all or nothing in a micro-batch, by {of}"
-        elif not moved & {"tokens", "chosen"}:
-            name = "statistic of the micro-batch as a factor"
-            why = f"{{}} multiplies all tokens of a micro-batch by a number computed from {of}"
-        elif "tokens" not in moved:
-            name = "selection inside the micro-batch"
-            why = f"{{}} chooses or clips tokens among those of the micro-batch, by {of}"
-        else:
-            name = "selection inside the micro-batch"
-            why = f"{{}} normalises, ranks, chooses or clips tokens among those of the micro-batch, by {of}"
-        return Cause(name, why)
+            return Cause(factor, f"{{}} is all or nothing in a micro-batch, by its {of}")
+        if not moved & {"tokens", "chosen"}:
+            return Cause(factor, f"{{}} multiplies all tokens of a micro-batch by a number computed from its {of}")
+        how = "normalises, ranks, chooses" if "tokens" in moved else "chooses"
+        by = "" if of == "tokens" else f", by its {of}"
+        return Cause(choice, f"{{}} {how} or clips tokens among those of the micro-batch{by}")
 
     def _moved_by_halves(self, lots: Sequence[tuple[int, ...]], scale: float) -> set[str]:
         """How either half of the lots changes with other values in the other half."""
@@ -97,30 +109,34 @@ class Company(Probe):
         halves = [tuple(i for rows in lots[k::2] for i in rows) for k in (0, 1)]
         return [(halves[0], halves[1]), (halves[1], halves[0])] if all(halves) else []
 
-    @cached_property
-    def _fields(self) -> dict[str, set[str]]:
-        """How either half changes where one field moves in the other half, by field."""
-        batch, pairs = self.subject.batch, self.pairs(self.groups)
+    def _fields(
+        self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], moves: Sequence[float]
+    ) -> dict[str, set[str]]:
+        """How the second lot of a pair changes where one field moves in the first, by field, of those that matter."""
+        batch, found = self.subject.batch, dict[str, set[str]]()
         fields = {"log_probs": batch.log_probs, "entropy": batch.entropy, **batch.token_fields}
-        numbers = [name for name, values in fields.items() if values is not None and values.is_floating_point()]
-        how: dict[str, set[str]] = {name: set() for name in numbers}
-        for name in numbers:
-            for by in (0.7, -0.7, 5.0, -5.0):
-                for changed, watched in pairs:
-                    how[name] |= self._moved(with_field_moved(batch, name, by, changed), watched)
-                if how[name]:
+        for name in (name for name, values in fields.items() if values is not None and values.is_floating_point()):
+            for by, (changed, watched) in product(moves, pairs):
+                other = with_field_moved(batch, name, by, changed)
+                if not self.differ(self.gradient(self.rows, other), self.together):
+                    continue
+                if how := self._moved(other, watched):
+                    found[name] = how
                     break
-        return how
+        return found
 
     def _moved(self, batch: MiniBatch, watched: tuple[int, ...]) -> set[str]:
         """How ``watched`` changes in another mini-batch, in which it is what it was: by one ``factor``; by a ``gate``,
         which is all or nothing; ``chosen``, which is that for each token; otherwise ``tokens``; empty: not at all."""
         here = self.tokens(watched)
-        before, after = self.together[here], self.gradient(self.rows, batch)[here]
+        everything = self.gradient(self.rows, batch)
+        before, after = self.together[here], everything[here]
         if not self.differ(after, before):
             return set()
-        if not bool(after.any()) or not bool(before.any()):
+        if not bool(everything.any()) or not bool(self.together.any()):
             return {"gate"}
+        if not bool(after.any()) or not bool(before.any()):
+            return {"chosen"}
         factor = self.factor(after, before)
         if not self.differ(after, factor * before):
             return {"factor"}

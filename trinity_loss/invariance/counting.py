@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.invariance.company import MOST_ALONE, Company
+from trinity_loss.invariance.company import COMPARES, MOST_ALONE, Company
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.probe import Cause, with_masked
 from trinity_loss.invariance.variants import with_fewer_valid
@@ -43,10 +43,7 @@ class Counting(Company):
         if not moved:
             return None
         if self.within_prompts():
-            return Cause(
-                "prompt group inside the micro-batch",
-                "{} averages over the part of a prompt's answers that the micro-batch holds",
-            )
+            return Cause("prompt group inside the micro-batch", COMPARES)
         if self._rounded():
             return Cause("counts in low precision", "{} counts in a type that does not hold the number exactly")
         return self._counted(changes, batch)

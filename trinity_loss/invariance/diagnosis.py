@@ -54,7 +54,7 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
     if reported and all(row.gradient_error <= tolerance for row in rows):
         row = reported[0]
         text = f"the reported loss is {_two(row.loss)} at {row.cut.place}, though its gradient is right"
-        findings.append(Finding("reported loss", text))
+        findings.append(Finding("reported loss", text + _few_digits(subject)))
     if off and not findings and subject.noise is None:
         row = max(off, key=lambda row: row.gradient_error)
         term = max(row.gradients, key=lambda t: row.gradients[t].worst)
@@ -124,6 +124,16 @@ def _typical(cause: Cause, rows: Sequence[Row], terms: list[str], tolerance: flo
             if deviation and math.isfinite(deviation.worst) and deviation.worst > tolerance:
                 return row, _how_wrong(row, term)
     return None
+
+
+def _few_digits(subject: Subject) -> str:
+    """That the loss was added up in a type of few digits, where it is a number of that type."""
+    totals = [1, *(subject.batch.all_totals[name] for name in ("batch_num_tokens", "global_batch_size"))]
+    for value in (torch.tensor(subject.outcome.loss * total, dtype=torch.float64) for total in totals):
+        for dtype in (torch.bfloat16, torch.float16):
+            if value and torch.allclose(value, value.to(dtype).double(), rtol=1e-12, atol=0.0):
+                return f": it is added up in {str(dtype).removeprefix('torch.')}"
+    return ""
 
 
 def _two(value: Value) -> str:

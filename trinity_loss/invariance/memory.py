@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import random
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 from unittest import mock
 
+import numpy as np
+import torch
+
+from trinity_loss.invariance.contracts import Played
 from trinity_loss.invariance.cuts import Cut, even, whole
 from trinity_loss.invariance.engine import Outcome
 from trinity_loss.invariance.measure import Subject, same, variant
@@ -31,8 +39,47 @@ def _stopped_clocks() -> Iterator[None]:
 def reads_the_clock(subject: Subject) -> bool:
     """Whether calls that differ agree where no time passes."""
     everything = whole(subject.batch, subject.base)
+    if same(subject.run(everything), subject.run(everything)):  # What remembers the last call may agree with itself.
+        return False
     with _stopped_clocks():
         return same(subject.run(everything), subject.run(everything))
+
+
+def _generators(loss_fn: Any) -> list[Any]:
+    """Generators of random numbers that a loss has in reach: its attributes, defaults, closure and module."""
+    if isinstance(loss_fn, partial):
+        return _generators(loss_fn.func) + _known([*loss_fn.args, *loss_fn.keywords.values()])
+    if isinstance(loss_fn, Played):
+        return _generators(loss_fn.loss_fn)
+    call: Any = loss_fn if inspect.isroutine(loss_fn) else type(loss_fn).__call__
+    code, found = getattr(call, "__code__", None), [*getattr(loss_fn, "__dict__", {}).values()]
+    if code is not None:
+        found += [call.__globals__.get(name) for name in code.co_names]
+        found += [*(call.__defaults__ or ()), *(call.__kwdefaults__ or {}).values()]
+        found += [cell.cell_contents for cell in call.__closure__ or () if cell.cell_contents is not cell]
+    return _known(found)
+
+
+def _known(values: list[Any]) -> list[Any]:
+    known = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [value for value in values if isinstance(value, known)]
+
+
+def _state(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return repr(generator.get_state().tolist())
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate())
+
+
+def _draws_by_itself(subject: Subject) -> bool:
+    """Whether a call moves a generator that the loss has."""
+    generators = _generators(subject.loss_fn)
+    before = [_state(generator) for generator in generators]
+    if generators:
+        subject.run(whole(subject.batch, subject.base))
+    return before != [_state(generator) for generator in generators]
 
 
 def what_it_keeps(subject: Subject) -> str:
@@ -53,6 +100,8 @@ def what_it_keeps(subject: Subject) -> str:
         return subject.run(whole(batch, subject.base), loss_fn=loss_fn)
 
     try:
+        if _draws_by_itself(subject):
+            return "draws from a random generator of its own, which goes on from call to call"
         one, many = after((first, batch)), after(*[(first, batch)] * _CALLS)
         new = after()
         if not same(new, after()):
