@@ -83,19 +83,18 @@ class Company(Probe):
     def _cause(self, moved: set[str], fields: Sequence[str] = ()) -> Cause:
         """What it means that sequences change with other values in others, and by which fields."""
         named = [_FIELDS.get(name, name) for name in fields]
-        of = " and ".join(named) if 0 < len(named) <= _MOST_FIELDS else "tokens"
+        of = " and ".join(named) if len(named) <= _MOST_FIELDS else ""
         factor, choice = "statistic of the micro-batch as a factor", "selection inside the micro-batch"
         if moved == {"switch"}:
             return Cause(
-                factor, f"{{}} takes another form or coefficient where the micro-batch's {of} cross a threshold"
+                factor, "{} takes another form or coefficient where the micro-batch's {of} cross a threshold", of
             )
         if moved == {"gate"}:
-            return Cause(factor, f"{{}} is all or nothing in a micro-batch, by its {of}")
+            return Cause(factor, "{} is all or nothing in a micro-batch, by its {of}", of)
         if not moved & {"tokens", "chosen"}:
-            return Cause(factor, f"{{}} multiplies all tokens of a micro-batch by a number computed from its {of}")
+            return Cause(factor, "{} multiplies all tokens of a micro-batch by a number computed from its {of}", of)
         how = "normalises, ranks, chooses" if "tokens" in moved else "chooses"
-        by = "" if of == "tokens" else f", by its {of}"
-        return Cause(choice, f"{{}} {how} or clips tokens among those of the micro-batch{by}")
+        return Cause(choice, f"{{}} {how} or clips tokens by the {{of}} of all of the micro-batch", of)
 
     def _moved_by_halves(self, lots: Sequence[tuple[int, ...]], scale: float) -> set[str]:
         """How either half of the lots changes with other values in the other half."""

@@ -46,7 +46,7 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
             if everything
             else f"its {' and '.join(TERMS[t] for t in of)} term".replace("its other terms term", "the rest of it")
         )
-        findings.append(Finding(cause.name, f"gradient{part} is {how} at {row.cut.place}: {cause.why.format(who)}"))
+        findings.append(Finding(cause.name, f"gradient{part} is {how} at {row.cut.place}: {cause.said_of(who)}"))
     broken = [row for row in off if row.failure or not math.isfinite(row.error)]
     if broken:
         findings.append(_broken(subject, broken[0]))
@@ -82,7 +82,10 @@ def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict
             plainest = min(shown, key=lambda row: row.cut.micro_batches * len(row.cut.ranks))
             pieces = [rows for rank in plainest.cut.ranks for rows in rank]
             for cause in causes(subject, term, max(row.gradients[term].worst for row in shown), pieces):
-                wrong.setdefault(cause, []).append(term)
+                merged = next(((one, both) for one in wrong if (both := one.with_other(cause)) is not None), None)
+                if merged is not None:
+                    wrong[merged[1]] = wrong.pop(merged[0])
+                wrong.setdefault(cause if merged is None else merged[1], []).append(term)
     worst = max((row.gradient_error for row in finite), default=0.0)
     if not wrong and worst > tolerance:
         everything = list(subject.whole.terms)

@@ -30,11 +30,25 @@ class Cause:
 
     Attributes:
         name: One of :data:`trinity_loss.invariance.rows.CAUSES`.
-        why: What follows the colon of the sentence; ``{}`` stands for who does it.
+        why: What follows the colon of the sentence; ``{}`` stands for who does it, ``{of}`` for the fields.
+        of: Fields by which it does that, in words; empty: many, or not known.
     """
 
     name: str
     why: str
+    of: str = ""
+
+    def said_of(self, who: str) -> str:
+        """The sentence, of the loss or of a term."""
+        return self.why.format(who, of=self.of or "values")
+
+    def with_other(self, other: Cause) -> Cause | None:
+        """One cause for two terms that do the same by other fields; None where these are two things."""
+        if self.name != other.name or not all("{of}" in cause.why for cause in (self, other)):
+            return None
+        if self.why != other.why and self.name != "selection inside the micro-batch":
+            return None
+        return Cause(self.name, max(self.why, other.why, key=len), self.of if self.of == other.of else "")
 
 
 def with_masked(subject: Subject, *lengths: int) -> tuple[MiniBatch, list[int]]:
