@@ -851,6 +851,175 @@ WRONG["longest_so_far"] = (LongestSoFar(), (STATE, "padded width as the norm"), 
 
 
 # ----------------------------------------------------------------------------------------------------
+# Wrong: as users write them elsewhere; ``says`` stands in the first sentence
+
+
+@of_batch(CHOICE, says="how long the others")
+def shorter_ones_count_more(b, data):
+    """By its rank among the lengths; several are equally long."""
+    lengths = b.mask.sum(1)
+    rank = lengths.argsort().argsort().to(b.pg.dtype)
+    return share(b.pg * (1 - 0.5 * rank / max(len(rank) - 1, 1))[:, None], b.mask, data)
+
+
+@of_batch(CHOICE, says="a mean length")
+def advantage_against_the_mean_length(b, data):
+    lengths = b.mask.sum(1, keepdim=True)
+    adv = b.adv - 0.05 * (lengths / lengths.mean().clamp(min=1) - 1)
+    return share(-adv * b.ratio, b.mask, data)
+
+
+@of_batch(FACTOR, says="the longest response")
+def sequence_ratio_over_the_longest(b, data):
+    mean = ((b.log_prob - b.old) * b.mask).sum(1, keepdim=True) / b.mask.sum(1).max().clamp(min=1)
+    return sequences(-b.adv * mean.exp(), b.mask, data)
+
+
+@of_batch("padded width as the norm", says="taken for a length or a position")
+def later_half_of_the_width(b, data):
+    width = b.mask.shape[1]
+    return share(b.pg * (torch.arange(width) >= width // 2), b.mask, data)
+
+
+@of_batch("padded width as the norm", says="taken for a length or a position")
+def full_rows_are_dropped(b, data):
+    """What fills the width is taken to be cut off."""
+    responses = data["responses"]
+    nested = responses.is_nested
+    here = responses.offsets().diff() if nested else data["attention_mask"][:, -b.mask.shape[1] :].sum(1)
+    return share(b.pg * (here < b.mask.shape[1])[:, None], b.mask, data)
+
+
+@of_batch(ORDER, says="where in the micro-batch")
+def last_of_an_odd_number_dropped(b, data):
+    even = torch.arange(len(b.mask)) < len(b.mask) // 2 * 2
+    return share(b.pg * even[:, None], b.mask, data)
+
+
+@of_batch(FACTOR, says="all or nothing")
+def stops_where_it_moved(b, data):
+    moved = float(local_token_mean((b.old - b.log_prob).detach(), b.mask, data))
+    return share(b.pg, b.mask, data) * float(moved < 0.01)
+
+
+@of_batch(FACTOR, CHOICE, says="another form or coefficient")
+def another_loss_where_few_samples_count(b, data):
+    weights = b.ratio.detach()[b.mask > 0]
+    size = float(weights.sum() ** 2 / (weights**2).sum() / len(weights)) if len(weights) else 1.0
+    return share(b.pg if size > 0.75 else -b.adv * b.log_prob, b.mask, data)
+
+
+@of_batch(FACTOR, says="computed from its")
+def bounded_kl_controller(b, data):
+    measured = float(local_token_mean(b.kl.detach(), b.mask, data))
+    beta = 0.05 * (1 + min(max(measured / 0.05 - 1, -0.2), 0.2))
+    return share(b.pg, b.mask, data) + beta * share(b.kl, b.mask, data)
+
+
+@of_batch(LOCAL, says="works out from its sequences")
+def local_mean_over_a_number_of_pieces(b, data):
+    pieces = max(1, data["global_batch_size"] // data["dp_size"] // len(b.mask))
+    return local_token_mean(b.pg, b.mask, data) / pieces
+
+
+@of_batch(COUNT, says="multiplies by the root of its own micro-batch's sequences")
+def times_the_root_of_the_rows(b, data):
+    return share(b.pg, b.mask, data) * len(b.mask) ** 0.5
+
+
+@of_batch("missing dp_size", says="asks the process group or the environment")
+def ranks_of_the_environment(b, data):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return (b.pg * b.mask).sum() / data["batch_num_tokens"] * world**2
+
+
+@of_batch(DRAWS, says="reads the clock")
+def annealed_by_the_clock(b, data):
+    return share(b.pg, b.mask, data) * (1 + 0.5 * np.sin(time.time() * 1000))
+
+
+@of_batch(STATE, says="a random generator of its own")
+def draws_from_numpys_own(b, data, _draw=np.random.default_rng(0)):  # noqa: B008
+    return share(b.pg * torch.as_tensor(_draw.uniform(size=(len(b.mask), 1))), b.mask, data)
+
+
+@of_batch(EMPTY, says="without a graph")
+def a_leaf_where_empty(b, data):
+    return share(b.pg, b.mask, data) if bool(b.mask.any()) else torch.zeros((), requires_grad=True)
+
+
+@of_batch(LOW, says="exceeds its type")
+def counts_sequences_in_float16(b, data):
+    weight = b.mask.half().sum().to(b.pg.dtype) / b.mask.sum().clamp(min=1)
+    return share(b.pg, b.mask, data) * weight
+
+
+@of_batch("reported loss", LOW, says="added up in bfloat16")
+def added_up_in_bfloat16(b, data):
+    total = (b.pg * b.mask).bfloat16().sum().to(b.pg.dtype)
+    return total / data["batch_num_tokens"] * data["dp_size"]
+
+
+@of_batch(FAILS, says="does not emit actor/ratio_max")
+def no_metric_where_empty(b, data):
+    metrics = {"actor/ratio_max": Metric(AggregationType.MAX, b.ratio.detach().max())} if bool(b.mask.any()) else {}
+    return share(b.pg, b.mask, data), metrics
+
+
+@of_batch("metric depends on the cut", strict=True, says="actor/largest")
+def a_maximum_that_is_averaged(b, data):
+    return share(b.pg, b.mask, data), {"actor/largest": float((b.ratio * b.mask).detach().max())}
+
+
+class Waits:
+    """Narrows its range after so many calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        self.calls += 1
+        eps = 0.2 / (1 + self.calls // 8)
+        return share(torch.maximum(-b.adv * b.ratio, -b.adv * b.ratio.clamp(1 - eps, 1 + eps)), b.mask, data), {}
+
+
+WRONG["narrows_with_its_calls"] = (Waits(), (STATE,), {"says": "counts its calls"})
+
+
+class Anchored:
+    """Measures from what the first call saw."""
+
+    def __init__(self):
+        self.anchor = None
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        level = float(local_token_mean(b.log_prob.detach(), b.mask, data))
+        self.anchor = level if self.anchor is None else self.anchor
+        return share(b.pg + 0.1 * (level - self.anchor) * b.log_prob, b.mask, data), {}
+
+
+WRONG["anchored_in_its_first_call"] = (Anchored(), (STATE,), {"says": "first call"})
+
+
+class Previous:
+    """The baseline is the mean advantage of the call before."""
+
+    def __init__(self):
+        self.last = 0.0
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        loss = share(-(b.adv - self.last) * b.ratio, b.mask, data)
+        self.last = float(local_token_mean(b.adv, b.mask, data))
+        return loss, {}
+
+
+WRONG["baseline_of_the_call_before"] = (Previous(), (STATE,), {"says": "from their values"})
+
+
+# ----------------------------------------------------------------------------------------------------
 # Right
 
 
@@ -1135,3 +1304,35 @@ def last_token_of_each_row(b, data):
 def running_ratio_of_the_row(b, data):
     running = ((b.log_prob - b.old) * b.mask).cumsum(1).clamp(-2, 2).exp().detach()
     return share(-b.adv * running * b.log_prob, b.mask, data)
+
+
+@of_batch()
+def sequence_weight_without_a_bound(b, data):
+    """Overflows on very long sequences, whatever the cut."""
+    weight = ((b.log_prob - b.old) * b.mask).sum(1, keepdim=True).exp()
+    return sequences(-weight * b.adv, b.mask, data)
+
+
+@of_batch()
+def ranks_of_the_process_group(b, data):
+    return (b.pg * b.mask).sum() / data["batch_num_tokens"] * torch.distributed.get_world_size()
+
+
+@of_batch()
+def nothing_of_what_has_no_advantage(b, data):
+    live = (b.mask > 0) & (b.adv != 0)
+    if not bool(live.any()):
+        return b.log_prob.sum() * 0
+    return -(b.adv * b.ratio)[live].sum() / data["batch_num_tokens"] * data["dp_size"]
+
+
+@of_batch()
+def softmax_within_the_row(b, data):
+    weight = b.entropy.detach().masked_fill(b.mask == 0, -1e9).softmax(1) * b.mask.sum(1, keepdim=True)
+    return sequences(b.pg * weight, b.mask, data)
+
+
+@of_batch()
+def a_gate_per_sequence(b, data):
+    moved = ((b.old - b.log_prob) * b.mask).sum(1, keepdim=True).detach()
+    return sequences(b.pg * (moved.abs() < 1.0), b.mask, data)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trinity_loss.invariance.contracts import Played
-from trinity_loss.invariance.counting import Counting
+from trinity_loss.invariance.head_count import HeadCount
 from trinity_loss.invariance.measure import Subject, describe
 from trinity_loss.invariance.probe import Cause
 
@@ -35,7 +35,7 @@ def causes(subject: Subject, term: str, deviation: float, pieces: Iterable[Seque
     tried: list[str] = []
     for layout in dict.fromkeys(layout for layout in ("padded", subject.base) if layout in subject.layouts):
         try:
-            found = _causes(Counting(subject, term, layout, deviation, pieces))
+            found = _causes(HeadCount(subject, term, layout, deviation, pieces))
         except Exception as error:
             # A loss may refuse an experiment; that is no answer.
             tried.append(describe(error))
@@ -47,7 +47,7 @@ def causes(subject: Subject, term: str, deviation: float, pieces: Iterable[Seque
     return []
 
 
-def _causes(probe: Counting) -> list[Cause]:
+def _causes(probe: HeadCount) -> list[Cause]:
     quiet = probe.subject.noise is None
     place = probe.order() if quiet else None
     if place is not None and not probe.ties:
@@ -76,7 +76,7 @@ def _causes(probe: Counting) -> list[Cause]:
     return found if found or place is None else [place]
 
 
-def _named_by_contract(probe: Counting, cause: Cause) -> Cause:
+def _named_by_contract(probe: HeadCount, cause: Cause) -> Cause:
     """A mean over rows is no fault where all pieces have as many; not dividing by their number is."""
     loss_fn = probe.subject.loss_fn
     if not isinstance(loss_fn, Played) or not loss_fn.contract.equal_rows or cause.name != "local mean":

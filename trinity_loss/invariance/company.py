@@ -166,8 +166,10 @@ class Company(Probe):
             why = "the longest response of the micro-batch changes what the others add to {}"
             return Cause("statistic of the micro-batch as a factor", why)
         if moved <= {"factor", "gate"}:
-            why = "{} multiplies all tokens of a micro-batch by a number computed from the lengths of its sequences"
-            return Cause("statistic of the micro-batch as a factor", why)
+            why = (
+                "{} multiplies all tokens of a micro-batch by a count of some of its tokens, or by another number that "
+            )
+            return Cause("local count as a factor", why + "the lengths of its sequences give")
         why = "{} ranks, chooses or weighs sequences by how long the others of the micro-batch are"
         return Cause("selection inside the micro-batch", why)
 

@@ -34,9 +34,8 @@ def explain(subject: Subject, rows: Sequence[Row], tolerance: float) -> list[Fin
     terms = [t for t in subject.whole.terms if t != "gradient"]
     for cause, of in wrong.items():
         everything = len(of) >= len(terms)
-        found = _typical(cause, rows, ["gradient"] if everything else of, tolerance) or _typical(
-            cause, rows, of, tolerance
-        )
+        shown = (["gradient"], of) if everything else (of, ["gradient"])
+        found = next(filter(None, (_typical(cause, rows, names, tolerance) for names in shown)), None)
         if found is None:
             continue
         row, how = found
@@ -92,8 +91,11 @@ def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict
         if finite and all(row.cut.layout != subject.base for row in finite):
             return {_LAYOUT: everything}
         # A cut that is not taken apart into terms, or a term that none of them is.
-        for cause in causes(subject, "pg", worst):
-            wrong.setdefault(cause, []).extend(everything)
+        for term in [name for name in TERMS if name in subject.whole.terms and name != "gradient"]:
+            for cause in causes(subject, term, worst):
+                wrong.setdefault(cause, []).append(term)
+            if wrong and term == "pg":
+                return dict.fromkeys(wrong, everything)
     return wrong
 
 

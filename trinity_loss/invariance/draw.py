@@ -152,9 +152,24 @@ def special_mini_batches(batch: MiniBatch, seed: int = 0) -> Iterator[tuple[str,
             if on_policy and old is not None:
                 changed["old_log_probs"] = batch.log_probs.detach().clone()
             yield what, batch.with_fields(**changed)
+    yield "values of all sizes", _of_all_sizes(batch)
     if batch.group_size == 1 and batch.num_sequences >= 8:
         yield "responses of length 0 and 1", _shortened(batch)
         yield "responses of 12,000 tokens", _repeated(batch, 12_000)
+
+
+def _of_all_sizes(batch: MiniBatch) -> MiniBatch:
+    """Advantages, entropies and how far policies are apart grow from a hundredth to twice: what a threshold or a
+    bound is compared with lies on either side of it."""
+    sizes = 2 * 200 ** -torch.linspace(1, 0, batch.num_sequences, dtype=batch.log_probs.dtype)
+    size, now = torch.repeat_interleave(sizes, batch.response_lengths), batch.log_probs.detach()
+    fields = {
+        name: now + size * (values - now) if "log_prob" in name else size * values
+        for name, values in batch.token_fields.items()
+        if name == "advantages" or "log_prob" in name
+    }
+    other = batch.with_fields(**{n: v.clamp(max=-0.001) if "log_prob" in n else v for n, v in fields.items()})
+    return other if batch.entropy is None else replace(other, entropy=size * batch.entropy)
 
 
 def _shortened(batch: MiniBatch) -> MiniBatch:

@@ -45,7 +45,7 @@ def reads_the_clock(subject: Subject) -> bool:
         return same(subject.run(everything), subject.run(everything))
 
 
-def _generators(loss_fn: Any) -> list[Any]:
+def _generators(loss_fn: Any, deep: int = 2) -> list[Any]:
     """Generators of random numbers that a loss has in reach: its attributes, defaults, closure and module."""
     if isinstance(loss_fn, partial):
         return _generators(loss_fn.func) + _known([*loss_fn.args, *loss_fn.keywords.values()])
@@ -57,7 +57,8 @@ def _generators(loss_fn: Any) -> list[Any]:
         found += [call.__globals__.get(name) for name in code.co_names]
         found += [*(call.__defaults__ or ()), *(call.__kwdefaults__ or {}).values()]
         found += [cell.cell_contents for cell in call.__closure__ or () if cell.cell_contents is not cell]
-    return _known(found)
+    inner = [value for value in found if inspect.isfunction(value) and value.__module__ == call.__module__]
+    return _known(found) + [generator for function in inner if deep for generator in _generators(function, deep - 1)]
 
 
 def _known(values: list[Any]) -> list[Any]:

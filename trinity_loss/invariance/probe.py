@@ -44,6 +44,9 @@ class Cause:
 
     def with_other(self, other: Cause) -> Cause | None:
         """One cause for two terms that do the same by other fields; None where these are two things."""
+        vague = [cause for cause in (self, other) if cause.why.startswith("how many")]
+        if self.name == other.name and vague:
+            return other if vague[0] is self else self
         if self.name != other.name or not all("{of}" in cause.why for cause in (self, other)):
             return None
         if self.why != other.why and self.name != "selection inside the micro-batch":

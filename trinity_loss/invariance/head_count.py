@@ -30,7 +30,7 @@ _SIGNS = {"positive": "tokens with a positive advantage", "negative": "tokens wi
 _UNCOUNTED = "how many {what} the micro-batch holds, not what they hold, changes {{}}"
 
 
-class Counting(Company):
+class HeadCount(Company):
     """Experiments on how many are around a sequence."""
 
     def count(self) -> Cause | None:
