@@ -83,7 +83,7 @@ def _wrong_terms(subject: Subject, off: Sequence[Row], tolerance: float) -> dict
             for cause in causes(subject, term, max(row.gradients[term].worst for row in shown), pieces):
                 merged = next(((one, both) for one in wrong if (both := one.with_other(cause)) is not None), None)
                 if merged is not None:
-                    wrong[merged[1]] = wrong.pop(merged[0])
+                    wrong = {merged[1] if one is merged[0] else one: terms for one, terms in wrong.items()}
                 wrong.setdefault(cause if merged is None else merged[1], []).append(term)
     worst = max((row.gradient_error for row in finite), default=0.0)
     if not wrong and worst > tolerance:
