@@ -20,8 +20,8 @@ from trinity_loss.invariance.engine import Outcome
 from trinity_loss.invariance.measure import Subject, same, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 
-#: Calls that come before, as a loss that counts them may wait for some. An odd number: one may turn with each.
-_CALLS = 25
+#: Calls that come before, as a loss that counts them may wait for some, or for every second or fourth.
+_CALLS = 31
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
 _UNKNOWN = "keeps something between calls, or draws from a generator of its own"
 
