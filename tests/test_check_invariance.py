@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import MODES
 from ours import in_mode
+from verl.workers.utils.padding import no_padding_2_padding
 
 from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.errors import ConfigError, FieldShapeError, MissingFieldError, TotalsError
@@ -243,6 +244,17 @@ def test_the_sentence_says_how_much_and_why():
         sentence,
     )
     assert "2 times too small at 1 micro-batch, 2 ranks, nested layout" in quick(UserLoss(without_dp_size)).sentence
+
+
+def test_a_loss_for_padded_rows_alone_is_looked_into():
+    def loss(*, model_output, data, dp_group=None):
+        log_probs, mask = no_padding_2_padding(model_output["log_probs"], data), data["response_mask"]
+        ratio = (log_probs - data["old_log_probs"]).exp()
+        return -(ratio * data["advantages"])[mask.bool()].sum() / data["batch_num_tokens"], {}
+
+    sentence = quick(loss).sentence
+    assert "padded layout" in sentence
+    assert "not multiplied by dp_size" in sentence
 
 
 def test_masked_values_are_reported_and_count_if_strict():

@@ -160,7 +160,9 @@ class Probe:
 
     def with_two(self, *lengths: int) -> Tensor:
         batch, masked = with_masked(self.subject, *lengths)
-        return self.gradient([*self.rows, *masked], batch, layout=self.subject.base)
+        # Room for the longest of them too: a response that does not fit its row is no micro-batch of any engine.
+        width = int(batch.response_lengths.max()) + 1 if self.subject.base == "padded" else None
+        return self.gradient([*self.rows, *masked], batch, layout=self.subject.base, width=width)
 
     def order(self) -> Cause | None:
         """Whether another order changes it, in rows of equal width and in rows as long as the longest; sets
