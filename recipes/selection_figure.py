@@ -9,9 +9,7 @@ chosen where its gradient is another one than that of the same loss with the sel
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +23,7 @@ from trinity_loss.invariance import MiniBatch, make_mini_batch
 from trinity_loss.invariance.cuts import Cut, even
 from trinity_loss.invariance.engine import LossFn, run
 from trinity_loss.invariance.layouts import build
+from trinity_loss.invariance.ranks import on_ranks
 from trinity_loss.micro_batch import read_micro_batch
 from trinity_loss.selection import Ranks, row_numbers, token_numbers
 
@@ -124,29 +123,20 @@ def cuts(batch: MiniBatch) -> dict[str, Cut]:
 def select(loss: EnginePolicyLoss, batch: MiniBatch, cut: Cut) -> MiniBatch:
     """The mini-batch with what the training worker attaches to it; threads play the ranks."""
     shares = [sum(rank, ()) for rank in cut.ranks]
-    barrier, sent = threading.Barrier(len(shares), timeout=60), [torch.empty(0)] * len(shares)
     made = {name: torch.zeros_like(batch.log_probs) for name in loss.over_mini_batch}
 
     @torch.no_grad()
-    def play(rank: int) -> None:
-        def add_up(tensor: Tensor) -> Tensor:
-            sent[rank] = tensor
-            barrier.wait()
-            total = torch.stack(sent).sum(0)
-            barrier.wait()
-            return total
-
-        rows = build(batch, shares[rank])
+    def play(ranks: Ranks) -> None:
+        rows = build(batch, shares[ranks.rank])
         here = read_micro_batch(rows.model_output(batch.log_probs, batch.entropy), rows.data)
         ids = rows.fields["input_ids"]
         numbers = token_numbers(here.tokens.per_token(row_numbers(ids.values(), ids.offsets())), here.tokens.places)
-        fields = loss.mini_batch_fields(here, numbers, Ranks(add_up, rank, len(shares)))
-        places = torch.cat([torch.arange(batch.starts[i], batch.starts[i + 1]) for i in shares[rank]])
+        fields = loss.mini_batch_fields(here, numbers, ranks)
+        places = torch.cat([torch.arange(batch.starts[i], batch.starts[i + 1]) for i in shares[ranks.rank]])
         for name, values in fields.items():
             made[name][places] = values
 
-    with ThreadPoolExecutor(len(shares)) as threads:
-        list(threads.map(play, range(len(shares))))
+    on_ranks(len(shares), play)
     return batch.with_fields(**made)
 
 

@@ -368,12 +368,12 @@ def test_what_a_run_will_not_audit_is_said(tmp_path):
         ([], "none; +actor_rollout_ref.actor.policy_loss.audit_steps=[1,100]"),
     ],
 )
-def test_a_forecast_says_what_an_audit_would_do(overrides, words):
+def test_a_forecast_says_what_an_audit_would_do(overrides, words, tmp_path):
     from trinity_loss.audit_forecast import forecast
     from trinity_loss.verl.composed import compose
 
     path = "+actor_rollout_ref.actor.policy_loss"
-    asked = [f"{path}.{text}" for text in [*overrides, "audit_dir=/tmp/x"]]
+    asked = [f"{path}.{text}" for text in [*overrides, f"audit_dir={tmp_path}"]]
     folder = Path(__file__).parent.parent / "recipes"
     assert words in forecast(compose(str(folder), "cpu_grpo", ["trainer.total_training_steps=60", *asked]))
 

@@ -1,6 +1,5 @@
 """Choosing among the tokens of a mini-batch, on one rank and on several, against sorting all of them."""
 
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -10,31 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trinity_loss.invariance.ranks import on_ranks as played
 from trinity_loss.selection import Ranks, largest, smallest_with_mean_below, token_numbers, top_quantile
 
 
 def on_ranks(parts: list[tuple[Tensor, Tensor]], choose: Callable[[Tensor, Tensor, Ranks], Tensor]) -> Tensor:
     """What threads that play ranks choose, in the order of the parts."""
-    size, barrier = len(parts), threading.Barrier(len(parts), timeout=30)
-    sent: list[Tensor | None] = [None] * size
-    chosen: list[Tensor | None] = [None] * size
-
-    def play(rank: int) -> None:
-        def add_up(tensor: Tensor) -> Tensor:
-            sent[rank] = tensor
-            barrier.wait()
-            total = torch.stack(sent).sum(0)
-            barrier.wait()
-            return total
-
-        chosen[rank] = choose(*parts[rank], Ranks(add_up, rank, size))
-
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return torch.cat(chosen)
+    return torch.cat(played(len(parts), lambda ranks: choose(*parts[ranks.rank], ranks)))
 
 
 def cut(values: Tensor, numbers: Tensor, edges: list[int]) -> list[tuple[Tensor, Tensor]]:

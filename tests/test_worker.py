@@ -94,8 +94,8 @@ def test_a_loss_that_is_set_after_ours_trains_and_is_named(later, caplog):
 
 
 @pytest.mark.parametrize("what", ["record", "audit"])
-def test_a_folder_without_steps_is_named(what, caplog):
-    started(f"+{POLICY_LOSS}.{what}_dir=/tmp/x")
+def test_a_folder_without_steps_is_named(what, caplog, tmp_path):
+    started(f"+{POLICY_LOSS}.{what}_dir={tmp_path}")
     assert warned(caplog) == [
         f"trinity_loss: policy_loss.{what}_dir is set, but {what}_steps is not: nothing is {what}ed"
     ]

@@ -1,15 +1,21 @@
-"""Plays the identity of a rank: environment and ``torch.distributed``, without its collectives."""
+"""Plays ranks: the identity of one, without collectives, and several in threads that add up over each other."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch
+from torch import Tensor
 
+from trinity_loss.selection import Ranks
+
+_T = TypeVar("_T")
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce", "gather")
 
 
@@ -34,3 +40,21 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
         for name in _COLLECTIVES:
             stack.enter_context(mock.patch.object(distributed, name, _collective))
         yield
+
+
+def on_ranks(size: int, play: Callable[[Ranks], _T]) -> list[_T]:
+    """What ``play`` returns on each of so many ranks, which are threads and add up over each other."""
+    barrier, sent = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def on_rank(rank: int) -> _T:
+        def add_up(tensor: Tensor) -> Tensor:
+            sent[rank] = tensor
+            barrier.wait()
+            total = torch.stack(sent).sum(0)
+            barrier.wait()
+            return total
+
+        return play(Ranks(add_up, rank, size))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(on_rank, range(size)))

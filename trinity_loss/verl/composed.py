@@ -95,6 +95,7 @@ def _instantiate(config: Any) -> Any:
 
     try:
         return omega_conf_to_dataclass(config)
+    # verl's configurations refuse by assertions and by NotImplementedError, too.
     except (InstantiationException, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(_first_line(error.__cause__ or error)) from error
 
