@@ -34,12 +34,12 @@ def _k2(difference: Tensor) -> ValueAndDerivative:
 
 
 def _k3(difference: Tensor) -> ValueAndDerivative:
-    # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient.
+    # Clamped before and after the exponential, so an outlier costs 10 and pulls with no gradient: a log-ratio that is
+    # clamped has a value above 10.
     log_ratio = limited(difference)
     growth = (-log_ratio).expm1()
     value = growth + log_ratio
-    derivative = -growth * equal(log_ratio, difference) * at_most(value, _OUTPUT_LIMIT)
-    return value.clamp(max=_OUTPUT_LIMIT), derivative
+    return value.clamp(max=_OUTPUT_LIMIT), -growth * at_most(value, _OUTPUT_LIMIT)
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

@@ -88,7 +88,7 @@ class MicroBatch:
         raw = {name: source.gather() for name, source in self.sources.items()}
         raw |= {name: self.raw(name) for name in names}
         table = torch.stack([values.to(self.dtype) for values in raw.values()]).masked_fill_(~self.tokens.mask, 0)
-        faults = (*self.faults, *map(self._unequal, filter(self._is_jagged_field, names)))
+        faults = (*self.faults, *self._unequal(names))
         return replace(self, values=dict(zip(raw, table.unbind(), strict=True)), total=table.sum(), faults=faults)
 
     def with_expert_rows(self) -> MicroBatch:
@@ -138,7 +138,7 @@ class MicroBatch:
             weights = tokens.per_token(torch.as_tensor(numbers, dtype=self.dtype, device=tokens.mask.device))
         else:
             weights = self.raw(name).to(self.dtype)
-            faults = (*faults, *([self._unequal(name)] if self._is_jagged_field(name) else []))
+            faults = (*faults, *self._unequal([name]))
         weights = tokens.select(weights)
         error = FieldValueError(
             f"{name} has a weight that is negative or not finite at a token that counts; expected finite numbers, 0 or "
@@ -147,13 +147,14 @@ class MicroBatch:
         bad = Fault(~((weights >= 0) & weights.isfinite()).all(), error)
         return replace(self, row_weights=weights, faults=(*faults, bad))
 
-    def _is_jagged_field(self, name: str) -> bool:
-        return name not in self.sources and is_jagged(get_value(self.data, name))
-
-    def _unequal(self, name: str) -> Fault:
-        """The fault of a jagged field whose sequences have other lengths than those of response_mask."""
-        offsets = jagged_parts(get_value(self.data, name))[1]
-        return Fault((offsets != self.tokens.starts).any(), _other_lengths(name))
+    def _unequal(self, names: Iterable[str]) -> list[Fault]:
+        """The faults of jagged fields among these whose sequences have other lengths than those of response_mask."""
+        fields = {name: get_value(self.data, name) for name in names if name not in self.sources}
+        offsets = {name: jagged_parts(field)[1] for name, field in fields.items() if is_jagged(field)}
+        if not offsets:
+            return []
+        found = (torch.stack([*offsets.values()]) != self.tokens.starts).any(1)
+        return [Fault(here, _other_lengths(name)) for here, name in zip(found.unbind(), offsets, strict=True)]
 
     def check_finite(self, names: Iterable[str]) -> None:
         """Raises :class:`NonFiniteError` at the first number of these that counts and is not finite."""

@@ -360,8 +360,9 @@ def read_totals(data: MicroBatchData) -> Totals:
     Raises:
         TotalsError: A value is negative or not a whole number.
     """
-    read = {name: _whole_number(name, get_value(data, name)) for name in ("dp_size", *_COUNTS)}
-    dp_size = read.pop("dp_size")
+    sent = data.keys()
+    read = {name: _whole_number(name, get_value(data, name)) for name in ("dp_size", *_COUNTS) if name in sent}
+    dp_size = read.pop("dp_size", None)
     return Totals(dp_size, {name: count for name, count in read.items() if count is not None})
 
 
