@@ -118,12 +118,12 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """What was seen of each fault, by name, and the folder of the run that had them all and came to its end."""
+    """What was seen of each fault, by name, the log of the run that had them all, and what verl said on a full disk."""
     base = tmp_path_factory.mktemp("broken")
     disk, small = Disk(base / "disk", 64), Disk(base / "small", 1)
     folder, recorded = disk.folder / "run", small.folder / "recorded"
     policy_loss = "actor_rollout_ref.actor.policy_loss"
-    recording = [f"+{policy_loss}.record_steps=[2]", f"+{policy_loss}.record_dir={recorded}"]
+    recording = [f"+{policy_loss}.record_steps=[2,8]", f"+{policy_loss}.record_dir={recorded}"]
 
     def begin(*arguments):
         return start(folder, "--steps", str(STEPS), *arguments)
@@ -137,10 +137,10 @@ def broken(tmp_path_factory):
         process = begin(*recording)
         if small.mounted:
             small.fill()
-            seen["record"] = break_run(process, folder, 1, lambda: 0)
+        seen["between"] = break_run(process, folder, 2, kill_rank(busy=False))
+        said = (folder / "output.log").read_text()
+        if small.mounted:
             small.ballast.unlink()
-            process = begin("--resume")
-        seen["between"] = break_run(process, folder, 1, kill_rank(busy=False))
         seen["within"] = break_run(begin("--resume"), folder, 1, kill_rank(busy=True))
         seen["driver"] = break_run(begin("--resume"), folder, 1, kill_driver)
         if disk.mounted:
@@ -158,8 +158,8 @@ def broken(tmp_path_factory):
         process = begin("--resume")
         output = process.communicate()[0]
         assert process.returncode == 0, output
-        assert (recorded / "step-2" / "mini-batch-1" / "rank-1.pt").exists()
-        yield seen, read_log(folder)
+        assert (recorded / "step-8" / "mini-batch-1" / "rank-1.pt").exists()
+        yield seen, read_log(folder), said if small.mounted else None
     finally:
         for process in left_behind():
             process.kill()
@@ -173,7 +173,7 @@ def run_of(broken, fault) -> Broken:
     return broken[0][fault]
 
 
-FAULTS = ("record", "between", "within", "driver", "checkpoint", "full", "parent")
+FAULTS = ("between", "within", "driver", "checkpoint", "full", "parent")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -197,10 +197,12 @@ def test_a_killed_driver_is_named(broken):
     assert f"verl's driver (process {run.victim}) was killed by SIGKILL" in run.output
 
 
-def test_a_recording_that_cannot_be_written_is_named(broken):
-    output = run_of(broken, "record").output
-    assert "training failed: after step 1, OSError: [Errno 28] No space left on device: " in output
-    assert "recorded/step-2/mini-batch-1/rank-" in output
+def test_a_recording_that_cannot_be_written_is_named_and_ends_nothing(broken):
+    said = broken[2]
+    if said is None:
+        pytest.skip("a small file system, to be filled, can be mounted by root only")
+    assert "failed, and training goes on without it: OSError: [Errno 28] No space left on device: " in said
+    assert "recorded/step-2/mini-batch-1/rank-" in said
 
 
 def test_a_checkpoint_that_cannot_be_written_is_named(broken):
