@@ -39,7 +39,8 @@ def _k3(difference: Tensor) -> ValueAndDerivative:
     log_ratio = limited(difference)
     growth = (-log_ratio).expm1()
     value = growth + log_ratio
-    return value.clamp(max=_OUTPUT_LIMIT), -growth * at_most(value, _OUTPUT_LIMIT)
+    derivative = -growth * at_most(value, _OUTPUT_LIMIT)
+    return value.clamp(max=_OUTPUT_LIMIT), derivative
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {

@@ -158,9 +158,13 @@ class MetricSet:
             scalars |= {f"{name}#{kind}": moment for kind, moment in zip(_MOMENT_NAMES, moments, strict=True)}
         if not scalars:
             return {}
-        # float64 among them makes all of them that, which holds every count and every flag.
-        zero = torch.zeros((), dtype=torch.float64, device=next(iter(scalars.values())).device)
-        return dict(zip(scalars, torch.stack([zero, *scalars.values()]).tolist()[1:], strict=True))
+        # Type by type, since stacking types together converts one number at a time; float64 holds every count and flag.
+        by_type: dict[torch.dtype, dict[str, Tensor]] = {}
+        for name, scalar in scalars.items():
+            by_type.setdefault(scalar.dtype, {})[name] = scalar
+        parts = [torch.stack([*part.values()]).to(torch.float64) for part in by_type.values()]
+        names = [name for part in by_type.values() for name in part]
+        return dict(zip(names, torch.cat(parts).tolist(), strict=True))
 
     def local(self, numbers: dict[str, float]) -> dict[str, float]:
         """Plain floats of this micro-batch alone; 0 where nothing counts."""
