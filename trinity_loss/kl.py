@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trinity_loss.log_ratio import limited
 from trinity_loss.rules import check, one_of
-from trinity_loss.tokens import at_most, equal
+from trinity_loss.tokens import equal
 
 ValueAndDerivative = tuple[Tensor, Tensor]
 
@@ -39,8 +39,8 @@ def _k3(difference: Tensor) -> ValueAndDerivative:
     log_ratio = limited(difference)
     growth = (-log_ratio).expm1()
     value = growth + log_ratio
-    derivative = -growth * at_most(value, _OUTPUT_LIMIT)
-    return value.clamp(max=_OUTPUT_LIMIT), derivative
+    bounded = value.clamp(max=_OUTPUT_LIMIT)
+    return bounded, -growth * equal(bounded, value)
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {
