@@ -290,6 +290,11 @@ def test_verls_own_value_on_one_micro_batch(name, layout):
         ({"loss_mode": "forward_kl_topk", "topk": None}, "topk is None"),
         ({"loss_max_clamp": 0}, "loss_max_clamp is 0; expected null or a finite number above 0"),
         ({"distillation_loss_coef": "1"}, "distillation_loss_coef is '1'"),
+        (
+            {"loss_mode": "k3", "coef": 1.0},
+            "DistillationLossConfig has no field 'coef'; its fields are loss_mode, topk",
+        ),
+        ({3: "k3"}, "DistillationLossConfig has no field '3'"),
     ],
 )
 def test_what_is_refused(fields, says):

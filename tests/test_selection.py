@@ -185,7 +185,8 @@ def test_old_log_probs_cannot_choose_where_the_policy_moves():
     """Several epochs are several mini-batches, whatever else is configured."""
     here = "actor_rollout_ref.actor.policy_loss."
     given = (TARGET, f"+{here}selection_pass=old_log_probs", "actor_rollout_ref.actor.ppo_epochs=2")
-    assert loss_config(actor(*given)).selection_pass == "old_log_probs"  # Nothing is chosen.
+    with pytest.raises(ConfigError, match="loss_mode 'vanilla' chooses no tokens by log-probs"):
+        loss_config(actor(*given))
     with pytest.raises(
         ConfigError, match=r"selection_pass is 'old_log_probs', but .*ppo_epochs is 2.*expected 'forward'"
     ):

@@ -1,6 +1,7 @@
 """A loss or a mode that is no such thing is refused when the configuration is made, in words."""
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from trinity_loss import EnginePolicyLoss, LossConfig
 from trinity_loss.aggregation import AggregationMode, TokenMean
 from trinity_loss.errors import ConfigError
 from trinity_loss.policy import sapo
-from trinity_loss.registry import PolicyInputs, TokenLoss, register_policy_loss
+from trinity_loss.registry import OverMiniBatch, PolicyInputs, TokenLoss, register_policy_loss
 
 SAMPLES = make_sequences(7, seed=3)
 
@@ -57,6 +58,19 @@ def log_of_the_mask(inputs):
 
 def over_its_counts(inputs):
     return inputs.log_prob * inputs.tokens.per_token(1 / inputs.tokens.counts)
+
+
+def leaves(inputs):
+    sys.exit("no such checkpoint")
+
+
+def leaves_for_its_metrics(inputs):
+    return TokenLoss(inputs.log_prob, add_metrics=leaves)
+
+
+@register_policy_loss("leaves-early", over_mini_batch={"chosen": OverMiniBatch(lambda *_: sys.exit(0))})
+def leaves_early(inputs):
+    return inputs.log_prob
 
 
 def unknown_field(inputs):
@@ -158,6 +172,9 @@ unsized = register_policy_loss("trial-unsized", analytic=True)(
         ("log_of_the_mask", "gives values .*nan.*expected finite numbers"),
         ("over_its_counts", r"for counts \[2, 0\].*in a fully masked sequence too"),
         ("unknown_field", "failed on two short sequences that it was tried on: KeyError: 'returns'"),
+        ("leaves", "ended the process on two short sequences that it was tried on: SystemExit: no such checkpoint"),
+        ("leaves_for_its_metrics", "ended the process"),
+        ("leaves_early", "ended the process .*SystemExit: 0"),
         ("positional_argument", r"takes \(inputs, beta\); expected a function of one PolicyInputs"),
         ("keywords_only", r"takes \(inputs\); expected a function of one PolicyInputs"),
         ("NoFunction", "is the class NoFunction; expected a function"),
@@ -356,6 +373,15 @@ class Unfinished(AggregationMode):
     pass
 
 
+class Leaves(TokenMean):
+    def local_count(self, tokens):
+        sys.exit(1)
+
+
+def leaves_for_a_mode(**arguments):
+    sys.exit(1)
+
+
 def no_mode(**arguments):
     return 3
 
@@ -374,6 +400,8 @@ def takes_nothing():
         ("WeighsSequences", r"RuntimeError|shape \[2\]; expected a tensor of shape \[5\]"),
         ("DividesByNothing", "numerator is nan; expected finite numbers"),
         ("Unfinished", "NotImplementedError"),
+        ("Leaves", "ended the process .*SystemExit: 1"),
+        ("leaves_for_a_mode", "makes no mode: SystemExit: 1"),
         ("no_mode", "makes a int; expected an AggregationMode"),
         ("takes_nothing", "makes no mode: .*unexpected keyword argument"),
         ("number", "makes no mode: .*not callable"),

@@ -315,8 +315,11 @@ def make_aggregation_mode(
             count_padding_rows=count_padding_rows,
             count_rejected_tokens=count_rejected_tokens,
         )
-    except TypeError as error:
-        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}, which makes no mode: {error}") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"loss_agg_mode is {loss_agg_mode!r}, which makes no mode: {said}") from error
     if not isinstance(mode, AggregationMode):
         raise ConfigError(
             f"loss_agg_mode is {loss_agg_mode!r}, which makes a {type(mode).__name__}; expected an AggregationMode"

@@ -16,7 +16,18 @@ from torch import Tensor
 from trinity_loss.errors import ConfigError
 from trinity_loss.kl import KL_TYPES, kl_penalty
 from trinity_loss.registry import PolicyInputs, TokenLoss, get_policy_loss
-from trinity_loss.rules import BOOLEAN, COUNT, NOT_NEGATIVE, NUMBER, POSITIVE, Rule, check, one_of, optional
+from trinity_loss.rules import (
+    BOOLEAN,
+    COUNT,
+    NOT_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    Rule,
+    check,
+    naming_unknown_fields,
+    one_of,
+    optional,
+)
 from trinity_loss.tokens import ResponseTokens, above, at_most
 
 #: The loss over the teacher's most likely tokens, and what of the model output it reads.
@@ -46,6 +57,7 @@ _RULES: dict[str, Rule] = {
 }
 
 
+@naming_unknown_fields
 @dataclass(frozen=True)
 class DistillationLossConfig:
     """What is added of a teacher; verl's fields of ``distillation.distillation_loss`` that a loss reads.

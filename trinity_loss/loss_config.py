@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import wraps
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trinity_loss.aggregation import (
     make_aggregation_mode,
 )
 from trinity_loss.distillation import DistillationLossConfig
-from trinity_loss.errors import ConfigError, UnknownFieldError
+from trinity_loss.errors import ConfigError
 from trinity_loss.importance_sampling import LEVELS, check_level
 from trinity_loss.kl import KL_TYPES
 from trinity_loss.mixtures import split_mode
@@ -36,6 +35,7 @@ from trinity_loss.rules import (
     TEXT,
     Rule,
     check,
+    naming_unknown_fields,
     number,
     one_of,
     optional,
@@ -87,23 +87,7 @@ _REJECTS = (
 _OF_POLICY = ("entropy_coeff", "use_kl_loss", "off_policy_mask", "nll_on_positives", "top_entropy_quantile")
 
 
-def _naming_unknown_fields(cls: type[LossConfig]) -> type[LossConfig]:
-    """Makes an argument that is no field an error that lists the fields."""
-    make = cls.__init__
-
-    @wraps(make)
-    def init(self: LossConfig, *values: Any, **named: Any) -> None:
-        known = [f.name for f in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise UnknownFieldError(f"{cls.__name__} has no field {name!r}; its fields are {', '.join(known)}")
-        make(self, *values, **named)
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    return cls
-
-
-@_naming_unknown_fields
+@naming_unknown_fields
 @dataclass(frozen=True)
 class LossConfig:
     """What the loss is. Frozen, picklable, checked when made; field names are verl's where verl has one.
@@ -189,7 +173,9 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.distillation, Mapping):
-            object.__setattr__(self, "distillation", DistillationLossConfig(**self.distillation))
+            object.__setattr__(
+                self, "distillation", DistillationLossConfig(**{str(k): v for k, v in self.distillation.items()})
+            )
         for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
         for name in ("entropy_agg_mode", "kl_agg_mode"):
@@ -221,6 +207,11 @@ class LossConfig:
         if self.selection_pass == "old_log_probs":
             if self.top_entropy_quantile < 1:
                 raise ConfigError("selection_pass is 'old_log_probs', which have no entropy; expected 'forward'")
+            if not self.over_mini_batch:
+                raise ConfigError(
+                    f"selection_pass is 'old_log_probs', but loss_mode {self.loss_mode!r} chooses no tokens by "
+                    "log-probs; expected 'forward'"
+                )
             if "rollout_is_scale" in self.over_mini_batch:
                 raise ConfigError("selection_pass is 'old_log_probs', here those of the rollout; expected 'forward'")
         if self.policy_loss.mode is not None and self.top_entropy_quantile < 1:

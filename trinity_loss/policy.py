@@ -403,7 +403,7 @@ class PairMean(AggregationMode):
     fields=("ref_log_prob",),
     mode=PairMean(),
     weighs_itself=True,
-    rules={"beta": POSITIVE, "label_smoothing": NOT_NEGATIVE},
+    rules={"beta": POSITIVE, "label_smoothing": number("a number from 0 to 0.5", lambda value: 0 <= value <= 0.5)},
 )
 def dpo(inputs: PolicyInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> TokenLoss:
     """Direct preference optimization: https://arxiv.org/abs/2305.18290.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
-from trinity_loss.errors import ConfigError
+from trinity_loss.errors import ConfigError, UnknownFieldError
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,19 @@ def check(field: str, value: Any, rule: Rule) -> None:
     """
     if not rule.holds(value):
         raise ConfigError(f"{field} is {value!r}; expected {rule.expected}")
+
+
+def naming_unknown_fields(cls: type[C]) -> type[C]:
+    """Makes an argument that is no field of a dataclass an :class:`UnknownFieldError` that lists the fields."""
+    make = cls.__init__
+
+    @wraps(make)
+    def init(self: C, *values: Any, **named: Any) -> None:
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for name in named:
+            if name not in known:
+                raise UnknownFieldError(f"{cls.__name__} has no field {name!r}; its fields are {', '.join(known)}")
+        make(self, *values, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign,assignment]
+    return cls

@@ -6,6 +6,7 @@ What a loss returns is known when it is called, and its first call should not be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,18 +40,11 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
             numbers that are not finite.
     """
     for tokens in _sequences(1 if loss.mode is None else loss.mode.group_size):
-        inputs = _inputs(tokens, loss, arguments)
+        with _trying("loss_mode", loss_mode):
+            inputs = _inputs(tokens, loss, arguments)
         written = _watch(_tensors(inputs))
-        try:
-            with torch.set_grad_enabled(not loss.analytic), torch.random.fork_rng(devices=[]):
-                result = loss(inputs, **arguments)
-        except ConfigError as error:
-            raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
-        except Exception as error:
-            raise ConfigError(
-                f"loss_mode {loss_mode!r} failed on two short sequences that it was tried on: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        with _trying("loss_mode", loss_mode), torch.set_grad_enabled(not loss.analytic):
+            result = loss(inputs, **arguments)
         if place := written():
             raise ConfigError(f"loss_mode {loss_mode!r} writes into {place}, which others read too: let it copy")
         if not loss.analytic and bool(tokens.counts.all()) and not result.values.requires_grad:
@@ -67,6 +61,22 @@ def try_policy_loss(loss_mode: str, loss: PolicyLoss, arguments: Mapping[str, An
         yield result
 
 
+@contextmanager
+def _trying(field: str, name: str) -> Iterator[None]:
+    """Makes whatever somebody's code raises, or ends the process with, a :class:`ConfigError` that names the field."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    except ConfigError as error:
+        raise ConfigError(f"{field} is {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        did = "ended the process" if isinstance(error, SystemExit) else "failed"
+        raise ConfigError(
+            f"{field} is {name!r}, which {did} on two short sequences that it was tried on: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def check_metrics(loss_mode: str, result: TokenLoss, taken_prefix: str | None) -> None:
     """Raises :class:`ConfigError` where a metric's name says another kind, stands twice or is another metric's.
 
@@ -74,14 +84,12 @@ def check_metrics(loss_mode: str, result: TokenLoss, taken_prefix: str | None) -
     """
     added = MetricSet()
     names = [*result.means, *result.maxima, *result.minima]
-    try:
+    with _trying("loss_mode", loss_mode):
         for kind, metrics in (("ratio", result.means), ("max", result.maxima), ("min", result.minima)):
             for name in metrics:
                 check_metric_name(name, kind)  # type: ignore[arg-type]
         if result.add_metrics is not None:
             result.add_metrics(added)
-    except Exception as error:
-        raise ConfigError(f"loss_mode is {loss_mode!r}: {error}") from error
     names += [*added.entries, *added.statistics, *added.constants]
     prefixes = _TAKEN_PREFIXES if taken_prefix is None else (*_TAKEN_PREFIXES, taken_prefix)
     seen = set(_TAKEN)
@@ -107,14 +115,11 @@ def try_mode(field: str, name: str, mode: AggregationMode, values: Tensor, token
         ConfigError: It fails, its total is unknown, or its count or weights are no such thing.
     """
     written = _watch(_tensors_of_tokens(tokens, values.dtype))
-    try:
+    with _trying(field, name):
         if mode.total is not None:
             find_count(mode.total)
         count, numerator = mode.local_count(tokens), mode.numerator(values, tokens)
         weights = mode.token_weights(tokens, values.dtype) if mode.is_linear else mode.linearize(values, tokens)[1]
-    except Exception as error:
-        said = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{field} is {name!r}: {said}{error}") from error
     if place := written():
         raise ConfigError(f"{field} is {name!r}, which writes into {place}, which others read too: let it copy")
     results = {"local_count": (count, ()), "numerator": (numerator, ()), "token weights": (weights, values.shape)}

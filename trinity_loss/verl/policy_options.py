@@ -222,7 +222,7 @@ def loss_config(
         raise ConfigError(
             f"{_ACTOR}.shuffle is True, which takes pairs of loss_mode {loss_mode!r} apart; expected False"
         )
-    if config.over_mini_batch and config.selection_pass == "old_log_probs" and actor.ppo_epochs > 1:
+    if config.selection_pass == "old_log_probs" and actor.ppo_epochs > 1:
         raise ConfigError(
             f"{_HERE}.selection_pass is 'old_log_probs', but {_ACTOR}.ppo_epochs is {actor.ppo_epochs}: from the "
             "second on, the policy has moved since these log-probs; expected 'forward', or one epoch of one mini-batch"
