@@ -7,6 +7,7 @@ name to a loss. Most are the clipped policy gradient, put together by a function
 import os
 import random
 import time
+from time import perf_counter as clock
 from types import SimpleNamespace
 
 import numpy as np
@@ -1017,6 +1018,40 @@ class Previous:
 
 
 WRONG["baseline_of_the_call_before"] = (Previous(), (STATE,), {"says": "from their values"})
+
+
+class ScaleByShape:
+    """Divides by what the first micro-batch of the same shape held."""
+
+    def __init__(self):
+        self.scales = {}
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        scale = self.scales.setdefault(tuple(b.mask.shape), float((b.adv * b.mask).abs().mean()))
+        return share(b.pg / (scale + 1e-4), b.mask, data), {}
+
+
+WRONG["scale_kept_by_shape"] = (ScaleByShape(), (STATE,), {"says": "from their values"})
+
+
+@of_batch(DRAWS, says="reads the clock")
+def annealed_by_a_clock_of_another_name(b, data):
+    return share(b.pg, b.mask, data) * (1 + 0.5 * np.sin(clock() * 1000))
+
+
+@of_batch(FACTOR, says="the longest response")
+def advantage_less_the_share_of_the_longest(b, data):
+    lengths = b.mask.sum(1, keepdim=True)
+    adv = b.adv - 0.1 * lengths / lengths.max()
+    pg = torch.maximum(-adv * b.ratio, -adv * b.ratio.clamp(0.8, 1.28))
+    return share(pg, b.mask, data)
+
+
+@of_batch(CHOICE, FACTOR, says="reference log-probs")
+def kl_clamped_after_the_sum(b, data):
+    kl = (b.kl * b.mask).sum().clamp(max=1.0)
+    return share(b.pg, b.mask, data) + 0.01 * kl / data["batch_num_tokens"] * data["dp_size"]
 
 
 # ----------------------------------------------------------------------------------------------------

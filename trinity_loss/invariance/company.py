@@ -12,7 +12,12 @@ from torch import Tensor
 from trinity_loss.invariance.measure import variant
 from trinity_loss.invariance.minibatch import MiniBatch
 from trinity_loss.invariance.probe import Cause, Probe
-from trinity_loss.invariance.variants import with_field_moved, with_other_lengths, with_prompts_of_one
+from trinity_loss.invariance.variants import (
+    with_field_moved,
+    with_other_lengths,
+    with_policy_that_agrees,
+    with_prompts_of_one,
+)
 
 #: Sequences that are tried alone.
 MOST_ALONE = 6
@@ -38,8 +43,18 @@ class Company(Probe):
         found = next(filter(None, map(self.content, (0.1, 4.0, -4.0, 40.0))), None)
         if found is not None:
             return found
-        fields = self._fields(self.pairs(self.groups), (0.7, -0.7, 5.0, -5.0))
+        fields = self._fields(self.pairs(self.groups), (0.7, -0.7, 5.0, -5.0)) or self._drifts()
         return self._within(self._cause(set().union(*fields.values()), [*fields]), True) if fields else None
+
+    def _drifts(self) -> dict[str, set[str]]:
+        """How the shortest sequences change where another policy agrees with the current one in all others, by the
+        policy: a sum of what they differ by is then below what it is in any half."""
+        few = {i for group in self.moving[-max(1, len(self.moving) // 6) :] for i in group}
+        most = tuple(i for i in self.rows if i not in few)
+        names = [name for name in self.subject.batch.token_fields if "log_prob" in name] if few and most else []
+        others = {name: with_policy_that_agrees(self.subject.batch, name, most) for name in names}
+        moved = {name: self._moved(other, tuple(sorted(few))) for name, other in others.items()}
+        return {name: how for name, how in moved.items() if how}
 
     def silenced(self) -> Cause | None:
         """Whether a sequence without a gradient has one where it is alone."""

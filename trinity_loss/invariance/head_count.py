@@ -59,7 +59,17 @@ class HeadCount(Company):
         together, here = self.gradient(few), self.tokens(few)
         apart = sum((self.gradient([i]) for i in few), torch.zeros_like(together))
         off = self.factor(self.together[here], together[here])
-        return not self.differ(apart, together) and abs(off - 1) < 0.02
+        return (
+            not self.differ(apart, together)
+            and abs(off - 1) < 0.02
+            and self._by_one_number(self.together[here] - together[here], together[here])
+        )
+
+    @staticmethod
+    def _by_one_number(change: Tensor, gradient: Tensor) -> bool:
+        """Whether a change is the gradient times a number, as that of a rounded count is."""
+        along = float(change @ gradient / (gradient @ gradient).clamp(min=1e-300)) * gradient
+        return float((change - along).norm()) <= 0.1 * float(change.norm())
 
     def _counted(self, changes: Mapping[tuple[int, ...], Tensor], batch: MiniBatch) -> Cause:
         """The count that explains all changes: each is the same vector, times how much the count's power differs."""
@@ -129,7 +139,8 @@ class HeadCount(Company):
             of = " and over its ".join(_SIGNS[sign] for sign in signs)
             return Cause("local mean", f"{{}} averages over its own micro-batch's {of}")
         off = [float(change @ self.together / (self.together @ self.together)) for change in changes.values()]
-        if max(map(abs, off)) < 2**-8 and min(off) < 0 < max(off):
+        rounded = all(self._by_one_number(change, self.together * (change != 0)) for change in changes.values())
+        if rounded and max(map(abs, off)) < 2**-8 and min(off) < 0 < max(off):
             return Cause("counts in low precision", "{} rounds a count or a share to a type of few digits")
         what = " and ".join(self._counts_that_matter()) or "sequences or tokens"
         return Cause("local count as a factor", _UNCOUNTED.format(what=what))

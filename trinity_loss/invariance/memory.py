@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -17,22 +19,29 @@ import torch
 from trinity_loss.invariance.contracts import Played
 from trinity_loss.invariance.cuts import Cut, even, whole
 from trinity_loss.invariance.engine import Outcome
-from trinity_loss.invariance.measure import Subject, same, variant
+from trinity_loss.invariance.measure import EXTREMES, Subject, same, variant
 from trinity_loss.invariance.minibatch import MiniBatch
 
 #: Calls that come before, as a loss that counts them may wait for some, or for every second or fourth.
 _CALLS = 31
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
+_BY_VALUES = "keeps what earlier calls computed from their values: a running mean, a cache, a coefficient"
 _UNKNOWN = "keeps something between calls, or draws from a generator of its own"
 
 
 @contextlib.contextmanager
 def _stopped_clocks() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stopped: dict[Any, Any] = {}
         for name in _CLOCKS:
             now = getattr(time, name)()
-            stack.enter_context(mock.patch.object(time, name, lambda now=now: now))
-            stack.enter_context(mock.patch.object(time, f"{name}_ns", lambda now=now: int(now * 1e9)))
+            stopped[getattr(time, name)] = lambda now=now: now
+            stopped[getattr(time, f"{name}_ns")] = lambda now=now: int(now * 1e9)
+        # Wherever one was imported by name too.
+        for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, BuiltinFunctionType) and value in stopped:
+                    stack.enter_context(mock.patch.object(module, name, stopped[value]))
         yield
 
 
@@ -91,7 +100,7 @@ def what_it_keeps(subject: Subject) -> str:
     is called on the whole: what these make of the whole says what it took along.
     """
     batch = subject.batch
-    first, second = even(batch, 2, 1)[0]
+    (first, second), every = even(batch, 2, 1)[0], tuple(range(batch.num_sequences))
     others = [variant(batch, "with_other_content", scale, *first) for scale in (1.7, 0.05)]
     fewer = first[: max(1, len(first) // 2)]
 
@@ -110,12 +119,14 @@ def what_it_keeps(subject: Subject) -> str:
             return _UNKNOWN
         if not same(new, one) and same(one, after((first, batch), (second, batch), (fewer, batch))):
             return "keeps what its first call computed"
+        if not all(same(new, after(*[(every, variant(batch, "with_other_content", s, *every))] * 2)) for s in EXTREMES):
+            return _BY_VALUES
         by_values = [after(*[(first, other)] * _CALLS) for other in others]
         by_number = after(*[(fewer, batch)] * _CALLS)
     except Exception:  # No answer is no verdict.
         return _UNKNOWN
     if not all(same(many, other) for other in by_values):
-        return "keeps what earlier calls computed from their values: a running mean, a cache, a coefficient"
+        return _BY_VALUES
     if not same(many, by_number):
         return "counts calls, sequences or tokens, or draws from a generator of its own"
     if not same(new, many):

@@ -33,6 +33,14 @@ def with_field_moved(batch: MiniBatch, name: str, by: float, rows: tuple[int, ..
 
 
 @lru_cache(maxsize=8)
+def with_policy_that_agrees(batch: MiniBatch, name: str, rows: tuple[int, ...]) -> MiniBatch:
+    """The log-probs of one other policy are the current ones in these sequences."""
+    here, agreeing = tokens_of(batch, rows), batch.token_fields[name].clone()
+    agreeing[here] = batch.log_probs.detach()[here].to(agreeing.dtype)
+    return batch.with_fields(**{name: agreeing})
+
+
+@lru_cache(maxsize=8)
 def with_other_lengths(batch: MiniBatch, pairs: tuple[tuple[int, int], ...]) -> MiniBatch:
     """Neighbours in the mini-batch share their tokens evenly: other lengths, as many tokens as before in each pair,
     and none as long as the longer one was."""
