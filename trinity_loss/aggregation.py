@@ -75,11 +75,6 @@ class AggregationMode:
         """Weight [S] of the token losses of each sequence; None for 1."""
         return None
 
-    def _over_scale_factor(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        """The weights [S] of a mode that divides by its constant."""
-        assert self.loss_scale_factor is not None
-        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
-
     def token_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
         """Weight [N] of each token loss in the numerator, 0 where the mask is."""
         indicator = tokens.indicator(dtype)
@@ -113,6 +108,16 @@ class AggregationMode:
                 f"loss_scale_factor is {factor!r}; loss_agg_mode {name!r} needs a positive finite number, "
                 "for instance the longest response allowed (a padded width depends on the cut)"
             )
+
+
+class _OverScaleFactor(AggregationMode):
+    """What a mode that divides by its constant has instead of its weights."""
+
+    has_scale_factor: ClassVar[bool] = True
+
+    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
+        assert self.loss_scale_factor is not None
+        return torch.full((tokens.num_slots,), 1 / self.loss_scale_factor, dtype=dtype, device=tokens.mask.device)
 
 
 @dataclass(frozen=True)
@@ -149,13 +154,8 @@ class TokenSum(AggregationMode):
 
 
 @dataclass(frozen=True)
-class Constant(TokenSum):
+class Constant(_OverScaleFactor, TokenSum):
     """Sum over tokens, divided by a constant of the run."""
-
-    has_scale_factor: ClassVar[bool] = True
-
-    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        return self._over_scale_factor(tokens, dtype)
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,8 @@ class SeqMeanTokenMean(SeqMeanTokenSum):
 
 
 @dataclass(frozen=True)
-class SeqMeanTokenSumNorm(SeqMeanTokenSum):
+class SeqMeanTokenSumNorm(_OverScaleFactor, SeqMeanTokenSum):
     """Sum over the tokens of a sequence, divided by a constant, mean over sequences."""
-
-    has_scale_factor: ClassVar[bool] = True
-
-    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        return self._over_scale_factor(tokens, dtype)
 
 
 @dataclass(frozen=True)
@@ -221,13 +216,8 @@ class TrajectoryMean(PromptMean):
 
 
 @dataclass(frozen=True)
-class TrajectoryMeanTokenSumNorm(TrajectoryMean):
+class TrajectoryMeanTokenSumNorm(_OverScaleFactor, TrajectoryMean):
     """Sum over the tokens of a trajectory, divided by a constant, mean over trajectories."""
-
-    has_scale_factor: ClassVar[bool] = True
-
-    def sequence_weights(self, tokens: ResponseTokens, dtype: torch.dtype) -> Tensor:
-        return self._over_scale_factor(tokens, dtype)
 
 
 _MODES: dict[str, Callable[..., AggregationMode]] = {

@@ -5,6 +5,11 @@ Every message names the field, what it was and what was expected.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class TrinityLossError(ValueError):
     """Base class of all errors that this package raises on bad input."""
@@ -44,3 +49,15 @@ class NonFiniteError(BatchError):
 
 class TotalsError(BatchError):
     """The totals of the mini-batch are missing, negative, or not those of this mini-batch."""
+
+
+class Fault(NamedTuple):
+    """What contradicts itself in a micro-batch where only the device can see it.
+
+    Attributes:
+        found: 0-d tensor, not 0 where it is; read to the host with everything else.
+        error: What to raise then.
+    """
+
+    found: Tensor
+    error: BatchError

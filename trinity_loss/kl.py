@@ -56,11 +56,6 @@ _ESTIMATORS: dict[str, Callable[[Tensor], ValueAndDerivative]] = {
 KL_TYPES: tuple[str, ...] = tuple(name + plus for name in _ESTIMATORS for plus in ("", "+"))
 
 
-def check_kl_type(kl_loss_type: str) -> None:
-    """Raises :class:`ConfigError` unless ``kl_loss_type`` is one of :data:`KL_TYPES`."""
-    check("kl_loss_type", kl_loss_type, one_of(*KL_TYPES))
-
-
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> ValueAndDerivative:
     """Estimates KL(policy ‖ reference) at each token.
 
@@ -81,7 +76,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_loss_type: str) -> Val
         >>> round(value.item(), 5), round(derivative.item(), 5)
         (0.10653, 0.39347)
     """
-    check_kl_type(kl_loss_type)
+    check("kl_loss_type", kl_loss_type, one_of(*KL_TYPES))
     with torch.no_grad():
         difference = log_prob - ref_log_prob
         value, derivative = _ESTIMATORS[kl_loss_type.removesuffix("+")](difference)

@@ -14,7 +14,6 @@ from torch import Tensor
 from trinity_loss.aggregation import AggregationMode, Ratio
 from trinity_loss.autograd import with_gradients
 from trinity_loss.errors import MissingFieldError, MissingGraphError, NonFiniteError, TotalsError
-from trinity_loss.faults import raise_first
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.metric_set import MetricSet
 from trinity_loss.micro_batch import MicroBatch, read_micro_batch
@@ -205,7 +204,7 @@ class TrinityPolicyLoss:
             if mode.is_linear:
                 weights = mode.token_weights(tokens, term.values.dtype)
                 weights = weights if row_weights is None else weights * row_weights
-                numerator = tokens.weighted_sum(term.values, weights)
+                numerator = (term.values * weights).sum()
             elif row_weights is None:
                 numerator, weights = mode.linearize(term.values, tokens)
             else:
@@ -227,8 +226,9 @@ class TrinityPolicyLoss:
 
     def _check(self, batch: MicroBatch, numbers: dict[str, float]) -> None:
         """Raises what the device found."""
-        if any(numbers[f"fault {number}"] for number in range(len(batch.faults))):
-            raise_first(batch.faults)
+        for number, fault in enumerate(batch.faults):
+            if numbers[f"fault {number}"]:
+                raise fault.error
         if not math.isfinite(numbers["fields"]):
             batch.check_finite(name for name in batch.values if name not in self._token_losses.may_be_nonfinite)
         for term in _TERMS:

@@ -21,8 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from trinity_loss.distillation import DistillationLossConfig
-from trinity_loss.errors import FieldShapeError, FieldValueError, MissingFieldError
-from trinity_loss.faults import Fault
+from trinity_loss.errors import Fault, FieldShapeError, FieldValueError, MissingFieldError
 from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
 from trinity_loss.placement import Source, place_nested, place_padded
 from trinity_loss.row_values import MicroBatchData, get_value, row_values

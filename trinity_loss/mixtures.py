@@ -101,26 +101,18 @@ def _chord_weight(arguments: Mapping[str, Any], step: int) -> float:
 
 
 def _chord_expert(inputs: PolicyInputs, arguments: Mapping[str, Any]) -> TokenLoss:
-    made = sft_phi(inputs) if arguments["enable_phi_function"] else sft(inputs)
-    assert isinstance(made, TokenLoss)
-    return made
-
-
-def _likelihood(inputs: PolicyInputs, arguments: Mapping[str, Any]) -> TokenLoss:
-    made = sft(inputs)
-    assert isinstance(made, TokenLoss)
-    return made
+    return sft_phi(inputs) if arguments["enable_phi_function"] else sft(inputs)
 
 
 @register_policy_loss(
     "mix",
     analytic=True,
     rules={"mu": _PART},
-    mixture=ExpertPart(_likelihood, lambda arguments, step: float(arguments["mu"])),
+    mixture=ExpertPart(lambda inputs, _: sft(inputs), lambda arguments, step: float(arguments["mu"])),
 )
 def mix(
     inputs: PolicyInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, mu: float = 0.1
-) -> Any:
+) -> TokenLoss:
     """``ppo`` of the usual rows and the negative log-likelihood of the expert's (Trinity-RFT)."""
     return ppo(inputs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
 
@@ -152,6 +144,6 @@ def mix_chord(
     mu_peak: float = 0.1,
     mu_valley: float = 0.1,
     enable_phi_function: bool = True,
-) -> Any:
+) -> TokenLoss:
     """``mix`` with a scheduled µ and likelihoods weighted by p (1 - p), CHORD: https://arxiv.org/abs/2508.11408."""
     return ppo(inputs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import FieldShapeError, MissingFieldError
-from trinity_loss.faults import Fault
+from trinity_loss.errors import Fault, FieldShapeError, MissingFieldError
 from trinity_loss.jagged import extents, is_jagged, jagged_parts, like, num_values, stored_values
 from trinity_loss.row_values import MicroBatchData, get_value
 from trinity_loss.tokens import ResponseTokens, computing_dtype

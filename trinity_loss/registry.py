@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,8 +85,15 @@ class TokenLoss:
     kept: Tensor | None = None
     add_metrics: Callable[[MetricSet], None] | None = None
 
+    def times(self, weights: Tensor, means: Mapping[str, Tensor] | None = None) -> TokenLoss:
+        """The loss of each token times weights [N] that have no gradient, with further means."""
+        derivative = None if self.derivative is None else self.derivative * weights
+        means = {**self.means, **(means or {})}
+        return replace(self, values=self.values * weights, derivative=derivative, means=means)
+
 
 PolicyLossFn = Callable[..., TokenLoss | Tensor]
+Fn = TypeVar("Fn", bound=PolicyLossFn)
 
 
 @dataclass(frozen=True)
@@ -258,7 +265,7 @@ def register_policy_loss(
     over_mini_batch: Mapping[str, OverMiniBatch] | None = None,
     agg_mode: str | None = None,
     mixture: ExpertPart | None = None,
-) -> Callable[[PolicyLossFn], PolicyLossFn]:
+) -> Callable[[Fn], Fn]:
     """Registers a policy loss under one or more names that ``loss_mode`` then accepts.
 
     Keyword-only arguments of the function are its ``loss_args``; those named ``clip_ratio_low``,
@@ -289,7 +296,7 @@ def register_policy_loss(
         {'baseline': 0.5}
     """
 
-    def register(fn: PolicyLossFn) -> PolicyLossFn:
+    def register(fn: Fn) -> Fn:
         loss = PolicyLoss(
             fn=fn,
             fields=fields,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -239,16 +239,8 @@ def bypass_mode(
         derivative = -inputs.advantages if weights is None else -inputs.advantages * weights
         derivative = derivative if scale is None else derivative * scale
         base = TokenLoss(derivative * inputs.log_prob, derivative, means={"actor/ppo_kl": -log_ratio.values})
-    assert isinstance(base, TokenLoss)
-    return TokenLoss(
-        base.values,
-        base.derivative,
-        means=base.means if scale is None else {**base.means, f"{_PREFIX}rollout_is_batch_norm_factor": 1 / scale},
-        maxima=base.maxima,
-        minima=base.minima,
-        kept=kept if rejections else None,
-        add_metrics=add_metrics,
-    )
+    means = base.means if scale is None else {**base.means, f"{_PREFIX}rollout_is_batch_norm_factor": 1 / scale}
+    return replace(base, means=means, kept=kept if rejections else None, add_metrics=add_metrics)
 
 
 def _add_rejection_metrics(

@@ -154,8 +154,5 @@ def m2po(
     threshold; denominators count them all the same.
     """
     base = ppo(inputs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
-    assert isinstance(base, TokenLoss)
-    assert base.derivative is not None
     stays = inputs.fields[SELECTED]
-    means = {**base.means, "actor/m2_dropped_frac": 1 - stays}
-    return TokenLoss(base.values * stays, base.derivative * stays, means=means, maxima=base.maxima, minima=base.minima)
+    return base.times(stays, {"actor/m2_dropped_frac": 1 - stays})

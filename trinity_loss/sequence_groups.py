@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.aggregation import flat_ids
-from trinity_loss.errors import FieldShapeError, MissingFieldError, TotalsError
-from trinity_loss.faults import Fault
+from trinity_loss.errors import Fault, FieldShapeError, MissingFieldError, TotalsError
 from trinity_loss.micro_batch import MicroBatch
 from trinity_loss.row_values import get_value
 from trinity_loss.tokens import ResponseTokens, SequenceGroups

@@ -16,7 +16,7 @@ from trinity_loss.errors import MissingFieldError
 from trinity_loss.importance_sampling import LogRatio, add_offpolicy_metrics, add_weight_metrics
 from trinity_loss.kl import kl_penalty, unbiased_kl
 from trinity_loss.loss_config import LossConfig
-from trinity_loss.metric_set import MetricSet
+from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.micro_batch import MicroBatch
 from trinity_loss.policy import off_policy_weights
 from trinity_loss.registry import ExpertPart, PolicyInputs, TokenLoss
@@ -183,14 +183,13 @@ class TokenLosses:
 
         def compute(log_prob: Tensor) -> tuple[Tensor, TokenLoss]:
             result = loss(PolicyInputs(tokens, log_prob, fields, weights), **self._policy_arguments)
-            return result.values if factor is None else result.values * factor, result
+            result = result if factor is None else result.times(factor)
+            return result.values, result
 
         derivative: Any
         if loss.analytic:
             losses, result = compute(values["log_probs"])
             derivative = result.derivative
-            if factor is not None:
-                derivative = derivative * factor
         else:
             losses, result, derivative = differentiate(compute, values["log_probs"])
         if stays is not None:
@@ -277,15 +276,15 @@ def _add_means(
     total: str | None,
 ) -> None:
     for name, values in means.items():
-        if tokens.has_rejections:
+        if tokens.denominator_mask is not None:
             # How many tokens of the mini-batch stay is known when all of it is computed.
             metrics.add_moments(values.detach().expand_as(weights), weights, {name: "mean"})
         else:
-            metrics.add_ratio(name, Ratio(tokens.weighted_sum(values, weights), count), total)
+            metrics.add_ratio(name, Ratio((values * weights).sum(), count), total)
 
 
 def _add_extremes(metrics: MetricSet, result: TokenLoss, tokens: ResponseTokens) -> None:
     for name, values in result.maxima.items():
-        metrics.add_extreme(name, "max", tokens.maximum(values))
+        metrics.add_extreme(name, "max", extreme_of(values, tokens.mask, "max"))
     for name, values in result.minima.items():
-        metrics.add_extreme(name, "min", tokens.minimum(values))
+        metrics.add_extreme(name, "min", extreme_of(values, tokens.mask, "min"))

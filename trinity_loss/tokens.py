@@ -7,7 +7,6 @@ back to the host: sizes come from shapes, so on a GPU no call waits for the devi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -279,11 +278,6 @@ class ResponseTokens:
         return f"token {position} of segment {int(self.segment_ids[row, column])} of row {row}"
 
     @property
-    def has_rejections(self) -> bool:
-        """Whether ``mask`` leaves out tokens that the loss has rejected."""
-        return self.denominator_mask is not None
-
-    @property
     def before_rejection(self) -> ResponseTokens:
         """The same tokens as they were before the loss rejected some: what the mini-batch's counts were taken of."""
         return (
@@ -334,25 +328,13 @@ class ResponseTokens:
             return values.index_select(0, self.sequence)
         return values.to(torch.float64).index_select(0, self.sequence).to(values.dtype)
 
-    def select(self, values: Tensor, elsewhere: float = 0.0) -> Tensor:
-        """Values [..., N] with another number at uncounted tokens: neither value nor gradient comes from there.
+    def select(self, values: Tensor) -> Tensor:
+        """Values [..., N] with 0 at uncounted tokens: neither value nor gradient comes from there.
 
         Multiplying by the mask would keep a NaN or an infinity that stands there.
         """
-        return torch.where(self.mask, values, elsewhere)
+        return torch.where(self.mask, values, 0)
 
     def indicator(self, dtype: torch.dtype) -> Tensor:
         """The mask [N] as 0.0 and 1.0."""
         return self._once(dtype, lambda: as_numbers(self.mask, dtype))
-
-    def weighted_sum(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Σ values × weights, both [n] or 0-d, without a graph, 0-d."""
-        return (values * weights).sum()
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Largest of values [N] at a counted token, 0-d; -inf if there is none."""
-        return self.select(values, -math.inf).amax() if self.size else values.new_full((), -math.inf)
-
-    def minimum(self, values: Tensor) -> Tensor:
-        """Smallest of values [N] at a counted token, 0-d; inf if there is none."""
-        return self.select(values, math.inf).amin() if self.size else values.new_full((), math.inf)

@@ -11,7 +11,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from trinity_loss.errors import BatchError
-from trinity_loss.faults import raise_first
 from trinity_loss.loss_config import LossConfig
 from trinity_loss.micro_batch import check_teacher, read_responses
 from trinity_loss.row_values import get_value
@@ -148,7 +147,9 @@ def _check_rows(rows: Rows, config: LossConfig) -> None:
         batch = batch.weighted_by(config.row_weights)
     if config.policy_loss.mixture is not None:
         batch = batch.with_expert_rows()
-    raise_first(batch.faults)
+    for fault in batch.faults:
+        if fault.found:
+            raise fault.error
     _check_together(rows, config)
 
 
