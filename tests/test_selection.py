@@ -174,6 +174,7 @@ def test_dro_takes_verls_beta():
         ("+actor_rollout_ref.actor.policy_loss.top_entropy_quantile=0", "top_entropy_quantile is 0"),
         ("+actor_rollout_ref.actor.policy_loss.loss_agg_mode=prompt_mean", "prompt_mean"),
         ("+actor_rollout_ref.actor.policy_loss.record_steps=[1]", "record_dir"),
+        ("+actor_rollout_ref.actor.policy_loss.loss_agg_mod=x", "no field 'loss_agg_mod', but 'loss_agg_mode'"),
     ],
 )
 def test_a_wrong_selection_fails_when_it_is_made(override, named):

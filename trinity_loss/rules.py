@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -91,7 +92,11 @@ def naming_unknown_fields(cls: type[C]) -> type[C]:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in named:
             if name not in known:
-                raise UnknownFieldError(f"{cls.__name__} has no field {name!r}; its fields are {', '.join(known)}")
+                near = get_close_matches(name, known, 1)
+                meant = f", but {near[0]!r}" if near else ""
+                raise UnknownFieldError(
+                    f"{cls.__name__} has no field {name!r}{meant}; its fields are {', '.join(known)}"
+                )
         make(self, *values, **named)
 
     cls.__init__ = init  # type: ignore[method-assign,assignment]

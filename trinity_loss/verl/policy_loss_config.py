@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trinity_loss.rules import naming_unknown_fields
 from trinity_loss.verl.compat import warn_if_untested
 from trinity_loss.verl.policy_options import PolicyLossOptions, loss_config
 from trinity_loss.verl.worker import install
@@ -13,6 +14,7 @@ __all__ = ["PolicyLossConfig", "loss_config"]
 warn_if_untested()
 
 
+@naming_unknown_fields
 @dataclass
 class PolicyLossConfig(PolicyLossOptions):
     """verl's policy-loss configuration, read by trinity_loss; see :class:`PolicyLossOptions` for its fields.
