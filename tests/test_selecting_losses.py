@@ -363,8 +363,6 @@ def test_a_mini_batch_with_totals_needs_the_field(name):
         ({"selection_pass": "old_log_probs", "loss_mode": "bypass_mode"}, "loss_mode 'bypass_mode' chooses no tokens"),
         ({"loss_mode": "kl_cov", "nonfinite": "neutral"}, "nonfinite is 'neutral'"),
         ({"loss_mode": "kl_cov", "loss_args": {"kl_cov_ratio": 0}}, "kl_cov_ratio'. is 0; expected a number above 0"),
-        ({"loss_mode": "clip_cov", "loss_args": {"clip_cov_lb": 6}}, "clip_cov_lb is 6, not below clip_cov_ub, 5.0"),
-        ({"loss_mode": "clip_cov", "loss_args": {"clip_cov_lb": 2, "clip_cov_ub": 2}}, "clip_cov_lb is 2, not below"),
         ({"loss_mode": "m2po", "loss_args": {"m2_threshold": -1}}, "m2_threshold'. is -1"),
         ({"loss_mode": "dpo", "top_entropy_quantile": 0.5}, "not one loss per token"),
         (

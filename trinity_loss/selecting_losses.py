@@ -7,16 +7,12 @@ the field ``selected_tokens`` and no cut changes it. Formulas are those of verl 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from trinity_loss.errors import ConfigError
 from trinity_loss.log_ratio import limited
 from trinity_loss.policy import ppo
-from trinity_loss.registry import OverMiniBatch, PolicyInputs, TokenLoss, get_policy_loss, register_policy_loss
+from trinity_loss.registry import OverMiniBatch, PolicyInputs, TokenLoss, register_policy_loss
 from trinity_loss.rules import NOT_NEGATIVE, NUMBER, POSITIVE, SHARE
 from trinity_loss.selection import Ranks, largest, smallest_with_mean_below, top_quantile
 from trinity_loss.tokens import equal
@@ -79,16 +75,9 @@ def _m2po_tokens(inputs: PolicyInputs, numbers: Tensor, ranks: Ranks, *, m2_thre
     return _spread(inputs, smallest_with_mean_below(squares, m2_threshold, numbers[mask], ranks))
 
 
-def _check_bounds(given: Mapping[str, Any]) -> None:
-    lower, upper = ({**get_policy_loss("clip_cov").arguments, **given}[name] for name in ("clip_cov_lb", "clip_cov_ub"))
-    if lower >= upper:
-        raise ConfigError(f"clip_cov_lb is {lower}, not below clip_cov_ub, {upper}: no token is between them")
-
-
 @register_policy_loss(
     "clip_cov",
     analytic=True,
-    validate=_check_bounds,
     over_mini_batch={SELECTED: OverMiniBatch(_clip_cov_tokens)},
     rules={"clip_cov_ratio": SHARE, "clip_cov_lb": NUMBER, "clip_cov_ub": NUMBER},
 )
