@@ -39,6 +39,8 @@ NAN, INF = float("nan"), float("inf")
         ({"loss_args": {"tau_pos": 1.0}}, r"'tau_pos'.*'ppo' takes none"),
         ({"loss_mode": "sapo", "loss_args": {"tau": 1.0}}, "takes tau_pos, tau_neg"),
         ({"loss_mode": "dpo", "loss_args": {"label_smoothing": 1.5}}, r"'label_smoothing'\] is 1.5; .* from 0 to 0.5"),
+        ({"loss_mode": "rec", "loss_args": {"epsilon_low": 2}}, r"'epsilon_low'\] is 2; .* at most 1"),
+        ({"loss_mode": "rec", "loss_args": {"epsilon_low_prime": 1.5}}, r"'epsilon_low_prime'\] is 1.5; .* at most 1"),
         ({"loss_mode": "sapo", "loss_args": {"tau_pos": 0}}, r"loss_args\['tau_pos'\] is 0.*above 0"),
         ({"loss_mode": "dro"}, "needs loss_args dro_beta"),
         ({"loss_mode": "topr", "loss_args": {"advantage_threshold": NAN}}, "advantage_threshold"),

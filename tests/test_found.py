@@ -12,7 +12,7 @@ from forms import Form, jagged
 from ours import check, in_mode, play, play_alone
 
 from trinity_loss import LossConfig, TrinityPolicyLoss, aggregate_loss
-from trinity_loss.errors import NonFiniteError
+from trinity_loss.errors import ConfigError, FieldShapeError, NonFiniteError
 
 NARROWED = (torch.tensor([[9.0, -1, 9, -2], [9, -3, -4, 9]], dtype=torch.float64), [1, 0], [2, 3])
 
@@ -116,3 +116,42 @@ def test_a_gradient_that_fp16_does_not_hold_is_infinite():
     assert all(math.isfinite(x) for x in run.metrics.values())
     exact = play_alone(settings, samples, Form(layout="nested", dtype=torch.float32, field_dtype=torch.float32))
     assert exact.log_prob_grad.min().item() == pytest.approx(-40 * math.exp(40 / 3.7) / 3)
+
+
+DENSE = {"loss_mat": torch.ones(2, 3), "loss_mask": torch.ones(2, 3), "loss_agg_mode": "prompt-mean"}
+STRIDED = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.strided)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"loss_mat": [[1.0]]}, "loss_mat is a list; expected a tensor"),
+        ({"loss_mat": None}, "loss_mat is a NoneType; expected a tensor"),
+        ({"loss_mask": None}, "loss_mask is a NoneType; expected a tensor"),
+        ({"loss_mat": STRIDED}, "loss_mat is a nested tensor of layout torch.strided; expected torch.jagged"),
+        ({"loss_mat": torch.ones(2, 3) + 0j}, "loss_mat has dtype torch.complex64; expected real numbers"),
+        ({"segment_ids": [[1, 1, 2], [1, 1, 0]]}, "segment_ids is a list; expected a tensor"),
+        ({"prompt_ids": ["a", "b"]}, "prompt_ids is a list; expected a tensor"),
+        ({"prompt_ids": torch.ones(2).numpy()}, "prompt_ids is a ndarray; expected a tensor"),
+    ],
+)
+def test_what_is_aggregated_are_tensors(changed, words):
+    """They were an AttributeError that named nothing, and complex numbers had a mean."""
+    with pytest.raises(FieldShapeError) as error:
+        aggregate_loss(**{**DENSE, "prompt_ids": torch.tensor([0, 1]), **changed})
+    assert str(error.value) == words
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"loss_agg_mode": None}, "loss_agg_mode is None; expected a name"),
+        ({"count_empty_sequences": "no"}, "count_empty_sequences is 'no'; expected true or false"),
+        ({"count_empty_sequences": None}, "count_empty_sequences is None; expected true or false"),
+    ],
+)
+def test_options_of_aggregation_are_checked(changed, words):
+    """``"no"`` counted as yes, None as no, and no name at all was a TypeError."""
+    with pytest.raises(ConfigError) as error:
+        aggregate_loss(**{**DENSE, "prompt_ids": torch.tensor([0, 1]), **changed})
+    assert str(error.value) == words

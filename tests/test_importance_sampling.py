@@ -10,6 +10,7 @@ from oracle import importance_metrics
 from ours import run_ours
 
 from trinity_loss import LossConfig, TrinityPolicyLoss
+from trinity_loss.errors import FieldShapeError
 from trinity_loss.metrics import importance_sampling_metrics
 
 SAMPLES = make_sequences(11, seed=2, masked=2)
@@ -188,6 +189,13 @@ def test_shapes_are_checked():
         importance_sampling_metrics(old[:1], rollout, mask)
     with pytest.raises(ValueError, match="segment_ids"):
         importance_sampling_metrics(old, rollout, mask, segment_ids=segments[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["old_log_prob", "rollout_log_prob", "response_mask", "segment_ids"])
+def test_what_is_no_tensor_is_named(name):
+    fields = dict.fromkeys(("old_log_prob", "rollout_log_prob", "response_mask"), torch.ones(1, 2))
+    with pytest.raises(FieldShapeError, match=f"^{name} is a list; expected a tensor$"):
+        importance_sampling_metrics(**{**fields, name: [[0.0, 0.0]]})
 
 
 def test_perplexities_stay_finite():

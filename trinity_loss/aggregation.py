@@ -16,7 +16,8 @@ from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
 from trinity_loss.import_path import find_at
-from trinity_loss.rules import POSITIVE
+from trinity_loss.jagged import check_tensor
+from trinity_loss.rules import BOOLEAN, POSITIVE, TEXT, check
 from trinity_loss.tokens import ResponseTokens, SequenceGroups
 from trinity_loss.totals import GroupCount, find_count
 
@@ -250,6 +251,7 @@ def find_aggregation_mode(loss_agg_mode: str) -> Callable[..., AggregationMode]:
     Raises:
         ConfigError: There is none.
     """
+    check("loss_agg_mode", loss_agg_mode, TEXT)
     if loss_agg_mode in _MODES:
         return _MODES[loss_agg_mode]
     if ":" in loss_agg_mode:
@@ -365,6 +367,11 @@ def aggregate_loss(
     mode = make_aggregation_mode(
         loss_agg_mode, loss_scale_factor=loss_scale_factor, count_empty_sequences=count_empty_sequences
     )
+    check("count_empty_sequences", count_empty_sequences, BOOLEAN)
+    check_tensor("loss_mat", loss_mat)
+    check_tensor("loss_mask", loss_mask)
+    if loss_mat.is_complex():
+        raise FieldShapeError(f"loss_mat has dtype {loss_mat.dtype}; expected real numbers")
     if loss_mat.is_nested:
         if not loss_mask.is_nested or segment_ids is not None:
             raise FieldShapeError("loss_mat is jagged; loss_mask must be jagged too, segment_ids None")
@@ -405,6 +412,7 @@ def flat_ids(name: str, ids: Tensor, tokens: ResponseTokens) -> Tensor:
     Raises:
         FieldShapeError: There are others, or they are no integers.
     """
+    check_tensor(name, ids)
     packed = tokens.offsets is None
     expected = tokens.size if packed else tokens.num_slots
     if ids.numel() != expected:

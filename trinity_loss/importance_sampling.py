@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import ConfigError, FieldShapeError
-from trinity_loss.jagged import jagged_parts
+from trinity_loss.jagged import check_tensor, jagged_parts
 from trinity_loss.log_ratio import LOG_RATIO_LIMIT, LogRatio, limited
 from trinity_loss.metric_set import MetricSet, extreme_of
 from trinity_loss.rules import POSITIVE, check
@@ -186,8 +186,10 @@ def importance_sampling_metrics(
 def _flatten(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, segment_ids: Tensor | None
 ) -> tuple[ResponseTokens, list[Tensor]]:
+    check_tensor("response_mask", response_mask)
     tokens, flat = ResponseTokens.of(response_mask, segment_ids), []
     for name, value in (("old_log_prob", old_log_prob), ("rollout_log_prob", rollout_log_prob)):
+        check_tensor(name, value)
         if value.is_nested != response_mask.is_nested:
             raise FieldShapeError(f"{name} and response_mask must both be jagged or both dense")
         if not value.is_nested and value.shape != response_mask.shape:

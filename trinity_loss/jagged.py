@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_loss.errors import FieldShapeError
+
 
 def is_jagged(tensor: Any) -> bool:
     """Whether a tensor is a jagged nested tensor."""
     return hasattr(tensor, "_offsets")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raises :class:`FieldShapeError`, with the name of the field, unless it is a tensor, dense or jagged."""
+    if not isinstance(value, Tensor):
+        raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
+    if not is_jagged(value) and value.is_nested:
+        raise FieldShapeError(f"{name} is a nested tensor of layout torch.strided; expected torch.jagged")
 
 
 def jagged_parts(tensor: Any) -> tuple[Tensor, Tensor]:

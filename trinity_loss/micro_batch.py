@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trinity_loss.distillation import DistillationLossConfig
 from trinity_loss.errors import Fault, FieldShapeError, FieldValueError, MissingFieldError
-from trinity_loss.jagged import dtype_of, is_jagged, jagged_parts, num_values
+from trinity_loss.jagged import check_tensor, dtype_of, is_jagged, jagged_parts, num_values
 from trinity_loss.placement import Source, place_nested, place_padded
 from trinity_loss.row_values import MicroBatchData, get_value, row_values
 from trinity_loss.tokens import ResponseTokens, computing_dtype
@@ -197,7 +197,7 @@ class MicroBatch:
         value = get_value(self.data, name)
         if value is None:
             raise _missing(name, self.data, f"expected aligned to the {self.tokens.size} response tokens")
-        _check_tensor(name, value)
+        check_tensor(name, value)
         if dtype_of(value).is_complex:
             raise FieldShapeError(f"{name} has dtype {dtype_of(value)}; expected real numbers")
         if is_jagged(value):
@@ -273,7 +273,7 @@ def read_micro_batch(
             raise MissingFieldError(f"the model output has no {name!r}{_ENGINE_SWITCHES.get(name, '')}")
     if mask is None:
         raise MissingFieldError("the micro-batch has no 'response_mask'")
-    _check_tensor("response_mask", mask)
+    check_tensor("response_mask", mask)
     first, log_probs = outputs[0], parts[outputs[0]]
     _check_output(first, log_probs)
     tokens, shape = _read_tokens(mask, data)
@@ -315,7 +315,7 @@ def read_responses(data: MicroBatchData, name: str) -> MicroBatch:
     for key, value in (("response_mask", mask), (name, values)):
         if value is None:
             raise MissingFieldError(f"the batch has no {key!r}")
-        _check_tensor(key, value)
+        check_tensor(key, value)
     tokens, shape = _read_tokens(mask, data)
     return MicroBatch(data, tokens, {"log_probs": Source.of(values, None)}, read_totals(data), shape)
 
@@ -329,8 +329,6 @@ def _read_tokens(mask: Any, data: MicroBatchData) -> tuple[ResponseTokens, torch
     segment_ids = get_value(data, "segment_ids")
     if segment_ids is None:
         return ResponseTokens.from_padded(mask), mask.shape
-    if not isinstance(segment_ids, Tensor):
-        raise FieldShapeError(f"segment_ids is a {type(segment_ids).__name__}; expected a tensor")
     return ResponseTokens.from_packed(mask, segment_ids), mask.shape
 
 
@@ -360,7 +358,7 @@ def _read_beside(
     faults: tuple[Fault, ...] = ()
     if value is None:
         raise _missing(name, data, "expected one number for each token of prompt and response")
-    _check_tensor(name, value)
+    check_tensor(name, value)
     values, offsets = jagged_parts(value) if is_jagged(value) else (value, None)
     count = num_values(log_probs)
     if values.numel() != count:
@@ -378,15 +376,8 @@ def _read_beside(
     return Source(flat, flat, index), faults
 
 
-def _check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise FieldShapeError(f"{name} is a {type(value).__name__}; expected a tensor")
-    if not is_jagged(value) and value.is_nested:
-        raise FieldShapeError(f"{name} is a nested tensor of layout torch.strided; expected torch.jagged")
-
-
 def _check_output(name: str, value: Any) -> None:
-    _check_tensor(name, value)
+    check_tensor(name, value)
     dtype = dtype_of(value)
     if not dtype.is_floating_point:
         raise FieldShapeError(f"{name} has dtype {dtype}; expected a floating point type")

@@ -22,7 +22,7 @@ from trinity_loss.registry import (
     TokenLoss,
     register_policy_loss,
 )
-from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, number, one_of
+from trinity_loss.rules import NOT_NEGATIVE, POSITIVE, SHARE, number, one_of
 from trinity_loss.tokens import ResponseTokens, above, at_most, equal
 
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0  # gspo's
@@ -268,9 +268,6 @@ def sppo(inputs: PolicyInputs, *, epsilon: float = 0.3) -> TokenLoss:
     return TokenLoss(derivative * log_ratio, derivative, **_metrics(ratio, log_ratio, 1 - in_range))
 
 
-_REC_EPSILONS = ("epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime")
-
-
 @register_policy_loss(
     "rec",
     analytic=True,
@@ -280,7 +277,8 @@ _REC_EPSILONS = ("epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_hi
         "regularizer": one_of("none", "k2", "forward-kl"),
         "regularizer_coef": NOT_NEGATIVE,
         "temp": POSITIVE,
-        **dict.fromkeys(_REC_EPSILONS, POSITIVE),
+        **dict.fromkeys(("epsilon_low", "epsilon_low_prime"), SHARE),
+        **dict.fromkeys(("epsilon_high", "epsilon_high_prime"), POSITIVE),
     },
 )
 def rec(

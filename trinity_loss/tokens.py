@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_loss.errors import FieldShapeError, NonFiniteError
-from trinity_loss.jagged import jagged_parts
+from trinity_loss.jagged import check_tensor, jagged_parts
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,6 +148,7 @@ class ResponseTokens:
 
         Ids need not be dense, nor stand together, nor start anew in each row.
         """
+        check_tensor("segment_ids", segment_ids)
         if mask.dim() != 2 or mask.shape != segment_ids.shape:
             raise FieldShapeError(
                 f"segment_ids has shape {list(segment_ids.shape)}; expected that of the mask, [rows, T], "
