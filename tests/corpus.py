@@ -1020,6 +1020,22 @@ class Previous:
 WRONG["baseline_of_the_call_before"] = (Previous(), (STATE,), {"says": "from their values"})
 
 
+class SmoothedEntropy:
+    """A coefficient that a running mean of the entropy chooses, and that no ordinary mini-batch changes."""
+
+    def __init__(self):
+        self.mean = None
+
+    def __call__(self, *, model_output, data, dp_group=None):
+        b = read(model_output, data)
+        here = float((b.entropy * b.mask).detach().sum() / b.mask.sum().clamp(min=1))
+        self.mean = here if self.mean is None else 0.9 * self.mean + 0.1 * here
+        return share(b.pg - (0.01 if self.mean < 0.5 else 0.001) * b.entropy, b.mask, data), {}
+
+
+WRONG["coefficient_by_a_smoothed_entropy"] = (SmoothedEntropy(), (STATE,), {"says": "from their values"})
+
+
 class ScaleByShape:
     """Divides by what the first micro-batch of the same shape held."""
 
