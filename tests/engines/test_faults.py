@@ -167,10 +167,15 @@ def broken(tmp_path_factory):
         small.unmount()
 
 
-def run_of(broken, fault) -> Broken:
-    if fault not in broken[0]:  # `Disk` could not be mounted, and nothing else is really full.
+def seen_on_a_full_disk(found):
+    """What was found, where there was a `Disk`; it could not be mounted otherwise, and nothing else is really full."""
+    if found is None:
         pytest.skip("a small file system, to be filled, can be mounted by root only")
-    return broken[0][fault]
+    return found
+
+
+def run_of(broken, fault) -> Broken:
+    return seen_on_a_full_disk(broken[0].get(fault))
 
 
 FAULTS = ("between", "within", "driver", "checkpoint", "full", "parent")
@@ -198,9 +203,7 @@ def test_a_killed_driver_is_named(broken):
 
 
 def test_a_recording_that_cannot_be_written_is_named_and_ends_nothing(broken):
-    said = broken[2]
-    if said is None:
-        pytest.skip("a small file system, to be filled, can be mounted by root only")
+    said = seen_on_a_full_disk(broken[2])
     assert "failed, and training goes on without it: OSError: [Errno 28] No space left on device: " in said
     assert "recorded/step-2/mini-batch-1/rank-" in said
 

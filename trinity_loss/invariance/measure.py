@@ -31,7 +31,7 @@ from trinity_loss.loss_config import LossConfig
 #: A term smaller than this share of the gradient is rounding, and a gradient smaller than this is none.
 NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6}
 #: What values are multiplied by, for a loss that keeps something of them and crosses a threshold by it.
-EXTREMES = (0.02, 40.0)
+_EXTREMES = (0.02, 40.0)
 #: Names of metrics that measure the machine, not the batch.
 _OF_THE_MACHINE = re.compile(
     r"(^|[/_.])(time|times|timing|timing_s|seconds|sec|ms|memory|mem|gb|mb|perf|mfu|throughput|lr)([/_.]|$)"
@@ -244,13 +244,14 @@ class Subject:
         if not all(same(outcome, self.outcome) for outcome in again):
             return "state between calls"
         if same(self.run(everything, seed=1), self.outcome):
-            return "state between calls" if self._keeps_values() else None
+            return "state between calls" if self.keeps_values else None
         return "random numbers" if same(self.run(everything), self.outcome) else "state between calls"
 
-    def _keeps_values(self) -> bool:
+    @cached_property
+    def keeps_values(self) -> bool:
         """Whether a loss made anew answers otherwise on the whole after one of the same shape with other values."""
         every = range(self.batch.num_sequences)
-        for scale in EXTREMES:
+        for scale in _EXTREMES:
             with contextlib.suppress(Exception):  # No answer is no verdict.
                 loss_fn = self.fresh()
                 for batch in [variant(self.batch, "with_other_content", scale, *every)] * 2:
